@@ -1,0 +1,1 @@
+"""The model around the ops: its parameters' names, its checkpoint, its node list, its driver."""
