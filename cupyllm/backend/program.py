@@ -1,0 +1,66 @@
+"""A recorded list with every argument bound: what a backend runs again and again.
+
+Arguments are packed once into one array of 64-bit slots, and one array of pointers to the slots, which is the form that
+cuLaunchKernel reads. A run is then a loop over ready-made argument tuples. Packing at each launch, as CuPy's RawKernel
+does, costs several times the launch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cupyllm.backend.base import Argument, KernelSpec, Launch, Tensor
+
+# (function, grid x y z, block x y z, dynamic shared bytes, stream, address of argument pointers, extra)
+Call = tuple[int, int, int, int, int, int, int, int, int, int, int]
+
+
+class Program:
+    """Launches bound to addresses. `functions` maps each kernel to its handle."""
+
+    def __init__(self, launches: Sequence[Launch], functions: Mapping[KernelSpec, int]) -> None:
+        self.launches = list(launches)
+        self._functions = [functions[launch.kernel] for launch in launches]
+        counts = [len(launch.args) for launch in launches]
+        self._values = np.zeros(sum(counts) or 1, np.uint64)
+        self._pointers = self._values.ctypes.data + 8 * np.arange(len(self._values), dtype=np.uint64)
+        self._starts = [0, *np.cumsum(counts).tolist()][:-1]
+        self._calls: dict[int, list[Call]] = {}
+        integers, floats, doubles = (self._values.view(dtype) for dtype in (np.int64, np.float32, np.float64))
+        for start, launch in zip(self._starts, launches, strict=True):
+            for slot, arg in enumerate(launch.args, start):
+                if isinstance(arg, np.float32):
+                    floats[2 * slot] = arg  # little-endian: the low half of the slot
+                elif isinstance(arg, np.float64):
+                    doubles[slot] = arg
+                else:
+                    integers[slot] = integer_argument(arg, launch)
+
+    def calls(self, stream: int) -> list[Call]:
+        """One argument tuple a launch, for this stream; made at the first use."""
+        found = self._calls.get(stream)
+        if found is None:
+            base = self._pointers.ctypes.data
+            found = [
+                (function, *launch.grid, *launch.block, launch.shared_bytes, stream, base + 8 * start, 0)
+                for function, start, launch in zip(self._functions, self._starts, self.launches, strict=True)
+            ]
+            self._calls[stream] = found
+        return found
+
+    def describe(self) -> str:
+        """The nodes it runs, first to last."""
+        nodes = list(dict.fromkeys(launch.node or launch.kernel.symbol for launch in self.launches))
+        return " .. ".join(nodes if len(nodes) < 3 else (nodes[0], nodes[-1])) or "nothing"
+
+
+def integer_argument(arg: Argument, launch: Launch) -> int:
+    """A pointer or a 64-bit integer. Plain floats are refused: a kernel would read their bits as something else."""
+    if arg is None:
+        return 0
+    if isinstance(arg, Tensor):
+        return arg.address
+    assert isinstance(arg, (int, np.integer)) and not isinstance(arg, bool), f"{launch.kernel.symbol}: argument {arg!r}"
+    return int(arg)

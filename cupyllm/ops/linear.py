@@ -1,0 +1,137 @@
+"""Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu.
+
+Shapes: N rows, K in, M out; weight [M,K] as Hugging Face stores it. x and its gradient are in the activation dtype, y
+and its gradient too unless attr "out_dtype" names another (the LM head's float32 logits), weight and bias in any weight
+dtype, their gradients in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cupyllm.backend.base import ITEMSIZE, KernelSpec, Spec, Tensor, kernel
+from cupyllm.backend.record import Recorder
+from cupyllm.ops.op import ACTIVATION_DTYPES, WEIGHT_DTYPES, Attrs, Case, Cost, Op, Variant, check
+
+TILE = 64  # rows and columns of a block's tile, as in cu/linear.cu
+THREADS = 256
+COLUMNS = 32  # columns of a block of the bias gradient
+
+
+class Linear(Op):
+    """inputs (x [N,K]), params (weight [M,K], optionally bias [M]) -> (y [N,M])."""
+
+    name = "linear"
+    variants = (Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),)
+    differentiable = (True,)
+
+    def infer(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> list[Spec]:
+        check(len(inputs) == 1, "linear", "number of inputs", len(inputs), "1 (x)")
+        check(len(params) in (1, 2), "linear", "number of params", len(params), "1 (weight) or 2 (weight, bias)")
+        x, weight = inputs[0], params[0]
+        assert x is not None
+        check(x.dtype in ACTIVATION_DTYPES, "linear", "x dtype", x.dtype, " or ".join(ACTIVATION_DTYPES))
+        check(weight.dtype in WEIGHT_DTYPES, "linear", "weight dtype", weight.dtype, " or ".join(WEIGHT_DTYPES))
+        check(len(x.shape) == 2, "linear", "x shape", x.shape, "[N,K]", "flatten the leading dimensions")
+        check(len(weight.shape) == 2, "linear", "weight shape", weight.shape, "[M,K]")
+        remedy = "weight is stored [out, in]"
+        check(x.shape[1] == weight.shape[1], "linear", "weight shape", weight.shape, f"[M,{x.shape[1]}]", remedy)
+        for bias in params[1:]:
+            check(bias.shape == weight.shape[:1], "linear", "bias shape", bias.shape, weight.shape[:1])
+            check(bias.dtype == weight.dtype, "linear", "bias dtype", bias.dtype, weight.dtype, "convert the bias")
+        out_dtype = attrs.get("out_dtype", x.dtype)
+        check(out_dtype in ACTIVATION_DTYPES, "linear", "out_dtype", out_dtype, " or ".join(ACTIVATION_DTYPES))
+        return [Spec((x.shape[0], weight.shape[0]), out_dtype)]
+
+    def forward(
+        self,
+        rec: Recorder,
+        inputs: Sequence[Tensor | None],
+        params: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        attrs: Attrs,
+    ) -> tuple[Tensor | None, ...]:
+        variant = self.select(rec, inputs, params, attrs)
+        x, weight, y = inputs[0], params[0], outputs[0]
+        assert x is not None
+        bias = params[1] if len(params) == 2 else None
+        (num_rows, depth), num_cols = x.shape, weight.shape[0]
+        run = _kernel("linear_forward", variant.source, x, weight, y)
+        grid = _tiles(num_rows) * _tiles(num_cols)
+        rec.launch(run, grid, THREADS, x, weight, bias, y, num_rows, num_cols, depth)
+        return x, weight
+
+    def backward(
+        self,
+        rec: Recorder,
+        saved: tuple[Tensor | None, ...],
+        d_outputs: Sequence[Tensor | None],
+        d_inputs: Sequence[Tensor | None],
+        d_params: Sequence[Tensor | None],
+        attrs: Attrs,
+        accumulate: bool,
+    ) -> None:
+        (x, weight), d_y, d_x = saved, d_outputs[0], d_inputs[0]
+        assert x is not None and weight is not None and d_y is not None
+        source = self.select(rec, [x], [weight], attrs).source
+        (num_rows, depth), num_cols = x.shape, weight.shape[0]
+        shape = (num_rows, num_cols, depth)
+        if d_x is not None:
+            run = _kernel("linear_dgrad", source, x, weight, d_y)
+            rec.launch(run, _tiles(num_rows) * _tiles(depth), THREADS, d_y, weight, d_x, *shape)
+        if d_params[0] is not None:
+            run = _kernel("linear_wgrad", source, x, weight, d_y)
+            grid = _tiles(num_cols) * _tiles(depth)
+            rec.launch(run, grid, THREADS, d_y, x, d_params[0], *shape, int(accumulate))
+        if len(d_params) == 2 and d_params[1] is not None:
+            run = _kernel("linear_bgrad", source, x, weight, d_y)
+            grid = -(-num_cols // COLUMNS)
+            rec.launch(run, grid, THREADS, d_y, d_params[1], num_rows, num_cols, int(accumulate))
+
+    def cost(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> tuple[Cost, Cost]:
+        x, weight = inputs[0], params[0]
+        assert x is not None
+        (num_rows, depth), num_cols = x.shape, weight.shape[0]
+        y_bytes = num_rows * num_cols * ITEMSIZE[attrs.get("out_dtype", x.dtype)]
+        stored = sum(p.nbytes for p in params)
+        gradients = 4 * sum(p.size for p in params)
+        flops = 2.0 * num_rows * num_cols * depth
+        return (
+            Cost(flops, x.nbytes + stored + y_bytes),
+            Cost(2 * flops, y_bytes + 2 * x.nbytes + weight.nbytes + gradients),
+        )
+
+    def cases(self) -> list[Case]:
+        small = {
+            "one": (1, 1, 1),
+            "odd": (3, 5, 7),
+            "tile-1": (63, 63, 127),
+            "tile": (64, 64, 128),
+            "tile+1": (65, 65, 129),
+            "row": (1, 130, 40),
+            "rows": (130, 1, 17),
+        }
+        biased = {"bias": (5, 33, 18), "bias one": (1, 1, 1)}
+        model = {
+            "q_proj": (128, 8192, 5120),
+            "kv_proj": (128, 1024, 5120),
+            "o_proj": (128, 5120, 8192),
+            "gate_up_proj": (128, 25600, 5120),
+            "down_proj": (128, 5120, 25600),
+        }
+        return [
+            *(Case(name, ((n, k),), ((m, k),)) for name, (n, m, k) in small.items()),
+            *(Case(name, ((n, k),), ((m, k), (m,))) for name, (n, m, k) in biased.items()),
+            *(Case(name, ((n, k),), ((m, k),), size="model") for name, (n, m, k) in model.items()),
+        ]
+
+
+def _kernel(name: str, source: str, x: Spec, weight: Spec, y: Spec) -> KernelSpec:
+    return kernel(source, name, dtypes={"X_T": x.dtype, "W_T": weight.dtype, "Y_T": y.dtype})
+
+
+def _tiles(extent: int) -> int:
+    return -(-extent // TILE)
+
+
+OP = Linear()

@@ -1,0 +1,38 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+
+from cupyllm.backend.base import Backend
+from cupyllm.runtime import why_no_gpu
+from tests.hostcuda.backend import HostBackend
+
+
+@lru_cache(maxsize=None)
+def missing_gpu() -> str | None:
+    return why_no_gpu()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu say that they did not run. Where there is a GPU, nothing skips: a broken backend must fail."""
+    for item in items:
+        if item.get_closest_marker("gpu") and missing_gpu() is not None:
+            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; {missing_gpu()}"))
+
+
+@pytest.fixture(scope="session", params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The emulator, and the GPU where there is one."""
+    device: Backend
+    if request.param == "host":
+        device = HostBackend()
+    else:
+        from cupyllm.backend.cuda import CudaBackend
+
+        device = CudaBackend()
+    yield device
+    device.close()
