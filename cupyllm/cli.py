@@ -1,0 +1,210 @@
+"""The `cupyllm` command: options and exit statuses. The work is in cupyllm/commands, imported when a command runs.
+
+Exit status: 0 success; 1 what the command checks does not hold; 2 bad usage, bad input or a machine that lacks
+something (one line on stderr); 130 interrupted; 141 the reader of stdout went away. Any other failure is a bug of
+ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from cupyllm import __version__
+from cupyllm.errors import CupyllmError
+
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Commands(click.Group):
+    """A group whose errors are one line on stderr, whoever raised them."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
+        extra["standalone_mode"] = False
+        try:
+            result = super().main(args, prog_name or "cupyllm", **extra)
+            sys.exit(result if isinstance(result, int) else 0)
+        except CupyllmError as error:
+            fail(str(error))
+        except MemoryError as error:
+            fail(f"not enough host memory: {error or 'an allocation failed'}; use a smaller shape or fewer tokens")
+        except click.UsageError as error:
+            where = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+            fail(error.format_message().rstrip(".") + where)
+        except click.ClickException as error:
+            fail(error.format_message())
+        except click.Abort:
+            fail("interrupted", INTERRUPTED)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
+            sys.exit(BROKEN_PIPE)
+
+
+def fail(message: str, status: int = USAGE_ERROR) -> None:
+    """One line on stderr, then exit."""
+    print(f"cupyllm: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several option decorators as one, in the order given."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "cuda", "reference"]),
+    default="auto",
+    show_default=True,
+    help="auto: the GPU when there is one, else the NumPy reference.",
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Activations. Default: bfloat16 on a GPU with 16-bit weights, else float32.",
+)
+model_option = click.option(
+    "--model", metavar="DIR", help="Checkpoint directory, or a repo id in the Hugging Face cache."
+)
+size_option = click.option(
+    "--size", type=click.Choice(SIZES, case_sensitive=False), help="A Qwen3 shape with random weights, made once."
+)
+layers_option = click.option("--layers", type=click.IntRange(min=1), help="Only the first N layers.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights."
+)
+yes_option = click.option("--yes", is_flag=True, help="Go ahead with a synthetic checkpoint over 8 GiB.")
+variant_option = click.option(
+    "--variant", "variants", multiple=True, metavar="OP=NAME", help="Force a kernel variant (doctor --variants)."
+)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="cupyllm", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train and run Qwen3 models larger than your GPU's memory, and prove that the maths is right."""
+
+
+@cli.command()
+@options(model_option, size_option, layers_option, backend_option, dtype_option)
+@click.option("--prompt", metavar="TEXT", help="Text to run.")
+@click.option("--prompt-file", metavar="FILE", help="UTF-8 file to run.")
+@click.option("--ids", metavar="FILE.npy", help="Token ids to run, integers [T] or [B,T].")
+@click.option("--stream/--resident", "stream", default=None, help="Weights layer by layer (default), or all loaded first.")
+@click.option("--check-lossless", is_flag=True, help="Run streamed and resident and compare every bit of the logits.")
+@click.option("--logits-out", metavar="FILE.npy", help="Write the logits, float32 [B,T,V].")
+@options(variant_option, seed_option, yes_option, json_option)
+def forward(**arguments: Any) -> int:
+    """One pass over text or token ids, streamed layer by layer: loss, next tokens, speed, memory.
+
+    With no --model and no --size, a small random model with Qwen3-32B's proportions and --layers (64) layers is made
+    once in the cache. With no input, the first 256 tokens of a built-in text are run.
+    """
+    from cupyllm.commands import forward as command
+
+    return command.run(**arguments)
+
+
+@cli.command()
+@click.option("--model", metavar="DIR", required=True, help="Checkpoint directory, or a repo id in the cache.")
+@click.option("--ids", metavar="FILE.npy", required=True, help="Token ids, integers [T] or [B,T].")
+@click.option("--labels", metavar="FILE.npy", help="Unshifted labels of the same shape, -100 ignored. Default: the ids.")
+@click.option("--out", metavar="FILE.safetensors", required=True, help="Where the gradients go, float32.")
+@options(layers_option, backend_option, dtype_option, variant_option, json_option)
+def grads(**arguments: Any) -> int:
+    """Write the gradient of the mean next-token loss for every parameter."""
+    from cupyllm.commands import grads as command
+
+    return command.run(**arguments)
+
+
+@cli.command("grad-check")
+@click.option("--op", "ops", multiple=True, metavar="NAME", help="Only this op; repeat for several.")
+@click.option("--layer", is_flag=True, help="Only the whole decoder layer (with --op: also the layer).")
+@options(size_option, backend_option, dtype_option, json_option)
+def grad_check(**arguments: Any) -> int:
+    """Check every op and a whole layer against finite differences and the float64 reference."""
+    from cupyllm.commands import grad_check as command
+
+    return command.run(**arguments)
+
+
+@cli.command("train-smoke")
+@options(model_option, size_option, layers_option)
+@click.option("--tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of built-in text.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Optimizer steps.")
+@click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Learning rate. Default: 0.03 / hidden size.")
+@click.option("--clip", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="Global norm.")
+@options(backend_option, dtype_option, variant_option, seed_option, yes_option, json_option)
+def train_smoke(**arguments: Any) -> int:
+    """A few AdamW steps on one fixed batch; every loss must be below the one before."""
+    from cupyllm.commands import train_smoke as command
+
+    return command.run(**arguments)
+
+
+@cli.command()
+@options(size_option)
+@click.option("--hidden", type=click.IntRange(min=1), help="Hidden size.")
+@click.option("--layers", type=click.IntRange(min=1), help="Layers; with --size: only the first N.")
+@click.option("--heads", type=click.IntRange(min=1), help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Key/value heads. Default: as --heads.")
+@click.option("--head-dim", type=click.IntRange(min=2), help="Size of a head. Default: hidden / heads.")
+@click.option("--ffn", type=click.IntRange(min=1), help="Feed-forward size.")
+@click.option("--vocab", type=click.IntRange(min=1), help="Vocabulary size.")
+@click.option("--tied/--untied", default=None, help="Whether the LM head is the embedding. Default: untied.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32", "float16"]), default="bfloat16", show_default=True)
+@click.option("--out", metavar="DIR", required=True, help="A directory that does not exist or is empty.")
+@options(seed_option, yes_option, json_option)
+def synth(**arguments: Any) -> int:
+    """Write a seeded random checkpoint in the Hugging Face layout; the same bits on every machine."""
+    from cupyllm.commands import synth as command
+
+    return command.run(**arguments)
+
+
+@cli.command()
+@options(model_option, backend_option)
+@click.option("--out", metavar="DIR", default="cupyllm-verify", show_default=True, help="Where the report goes.")
+@json_option
+def verify(**arguments: Any) -> int:
+    """Run every proof on this machine and write verify.md and verify.json."""
+    from cupyllm.commands import verify as command
+
+    return command.run(**arguments)
+
+
+@cli.command()
+@click.option("--variants", is_flag=True, help="List the kernel variants of every op.")
+@click.option("--clean", is_flag=True, help="Remove cupyllm's caches and say how many bytes that freed.")
+@json_option
+def doctor(**arguments: Any) -> int:
+    """Say what is installed, what is found, what is missing and the command that mends it."""
+    from cupyllm.commands import doctor as command
+
+    return command.run(**arguments)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    cli.main()

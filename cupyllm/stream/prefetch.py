@@ -1,0 +1,184 @@
+"""Layer upload: weights travel from their source to device slots while the previous layer computes.
+
+Two pinned host buffers and two device slots alternate. A reader thread fills host buffer i % 2 (pread, so no page of
+the mapping becomes resident); the calling thread issues the copy on a copy stream and records an event, and the
+compute stream waits for that event. A slot is overwritten only after the event of its last reader. Peak memory is two
+slots, whatever the depth. Everything on the device is issued from the calling thread; the reader only reads.
+
+A slot has a canonical layout: every tensor at a fixed, 256-byte-aligned offset, so programs bound to a slot serve every
+layer of the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyllm.backend.base import Backend, Buffer, Spec, Tensor, fixed
+from cupyllm.backend.record import align
+from cupyllm.engine import WeightSource
+
+STAGING_BYTES = 64 << 20  # pinned bytes per staging buffer for single large tensors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of a group of parameters inside a slot. Keys are the names that programs use."""
+
+    offsets: tuple[tuple[str, int], ...]  # key -> byte offset
+    specs: tuple[tuple[str, Spec], ...]
+    nbytes: int  # slot bytes, padding included
+    stored_bytes: int  # bytes of the tensors themselves
+
+    def tensors(self, base: int) -> dict[str, Tensor]:
+        """The parameters of a slot at device address `base`."""
+        specs = dict(self.specs)
+        return {key: fixed(base + at, specs[key].shape, specs[key].dtype, key) for key, at in self.offsets}
+
+
+def layout(source: WeightSource, names: dict[str, str]) -> Layout:
+    """Canonical layout of `names` (key -> full parameter name)."""
+    offsets, specs, at, stored = [], [], 0, 0
+    for key, name in names.items():
+        dtype, shape = source.spec(name)
+        spec = Spec(shape, dtype)
+        offsets.append((key, at))
+        specs.append((key, spec))
+        at += align(spec.nbytes)
+        stored += spec.nbytes
+    return Layout(tuple(offsets), tuple(specs), at, stored)
+
+
+@dataclass
+class Slot:
+    """One layer's weights on the device, valid until the next one is asked for."""
+
+    index: int  # which of the groups
+    parity: int  # which slot
+    layout: Layout
+    address: int
+
+
+class LayerStream:
+    """Iterates groups of parameters through two slots. `groups`: for each step, key -> full parameter name."""
+
+    def __init__(self, backend: Backend, source: WeightSource, compute: object) -> None:
+        self.backend, self.source, self.compute = backend, source, compute
+        self.copy_stream = backend.stream()
+        self.uploaded = [backend.event(), backend.event()]
+        self.released = [backend.event(), backend.event()]
+        self.slots: list[Buffer] = []
+        self.hosts: list[np.ndarray] = []
+        self.slot_bytes = 0
+        self.streamed_bytes = 0
+        self.transfer_seconds = 0.0
+        self._marks: list[tuple[object, object]] = []
+
+    def reserve(self, nbytes: int) -> bool:
+        """Make both slots and both host buffers at least `nbytes`; True when their addresses changed."""
+        if nbytes <= self.slot_bytes:
+            return False
+        self.close()
+        self.slots = [self.backend.allocate(nbytes, f"slot {k}") for k in range(2)]
+        self.hosts = [self.backend.allocate_host(nbytes) for _ in range(2)]
+        self.slot_bytes = nbytes
+        return True
+
+    def filled(self, index: int, host: np.ndarray) -> None:
+        """Called on the reader thread when group `index` is in its host buffer; tests damage bytes here."""
+
+    def iterate(self, groups: Sequence[dict[str, str]], layouts: Sequence[Layout]) -> Iterator[Slot]:
+        """Yield each group's slot, uploaded as far as the compute stream is concerned.
+
+        Work on a slot must be issued on the compute stream before the next slot is asked for.
+        """
+        self.reserve(max((lay.nbytes for lay in layouts), default=0))
+        with ThreadPoolExecutor(1, thread_name_prefix="cupyllm-reader") as reader:
+            pending: list[Future[None]] = []
+            try:
+                for index in range(min(2, len(groups))):
+                    pending.append(reader.submit(self._read, index, groups[index], layouts[index]))
+                if groups:
+                    self._upload(0, pending[0], layouts[0])
+                for index in range(len(groups)):
+                    parity = index % 2
+                    self.backend.wait(self.compute, self.uploaded[parity])
+                    yield Slot(index, parity, layouts[index], self.slots[parity].address)
+                    self.backend.record(self.released[parity], self.compute)
+                    if index + 1 < len(groups):
+                        self._upload(index + 1, pending[index + 1], layouts[index + 1])
+                    if index + 2 < len(groups):
+                        pending.append(reader.submit(self._read, index + 2, groups[index + 2], layouts[index + 2]))
+            finally:
+                for future in pending:
+                    future.cancel()
+        self._account()
+
+    def _read(self, index: int, group: dict[str, str], lay: Layout) -> None:
+        parity = index % 2
+        self.backend.wait_host(self.uploaded[parity])  # the copy that last read this host buffer
+        self.source.check_unchanged()
+        host, offsets = self.hosts[parity], dict(lay.offsets)
+        specs = dict(lay.specs)
+        for key, name in group.items():
+            self.source.read_into(name, host[offsets[key] : offsets[key] + specs[key].nbytes])
+        self.filled(index, host)
+
+    def _upload(self, index: int, ready: Future[None], lay: Layout) -> None:
+        parity = index % 2
+        ready.result()
+        start = self.backend.event()
+        self.backend.wait(self.copy_stream, self.released[parity])
+        self.backend.record(start, self.copy_stream)
+        self.backend.upload(self.slots[parity].address, self.hosts[parity][: lay.nbytes], self.copy_stream)
+        stop = self.backend.event()
+        self.backend.record(stop, self.copy_stream)
+        self.backend.record(self.uploaded[parity], self.copy_stream)
+        self._marks.append((start, stop))
+        self.streamed_bytes += lay.stored_bytes
+
+    def _account(self) -> None:
+        """Device time the copies took; called when the last group has been consumed."""
+        for start, stop in self._marks:
+            self.backend.wait_host(stop)
+            self.transfer_seconds += self.backend.elapsed_ms(start, stop) / 1e3
+        self._marks.clear()
+
+    def take_accounts(self) -> tuple[int, float]:
+        """(stored bytes moved, seconds the copies took) since the last call."""
+        result = self.streamed_bytes, self.transfer_seconds
+        self.streamed_bytes, self.transfer_seconds = 0, 0.0
+        return result
+
+    def close(self) -> None:
+        """Free slots and host buffers (after waiting for copies that still use them)."""
+        if self.slots:
+            self.backend.synchronize()
+        for slot in self.slots:
+            slot.free()
+        self.slots, self.hosts, self.slot_bytes = [], [], 0
+
+
+def upload_group(
+    backend: Backend,
+    source: WeightSource,
+    names: dict[str, str],
+    lay: Layout,
+    address: int,
+    filled: Callable[[np.ndarray], None] | None = None,
+) -> None:
+    """Upload a group through one pinned staging buffer, piece by piece; complete on return. For what stays resident."""
+    source.check_unchanged()
+    staging = backend.allocate_host(min(STAGING_BYTES, lay.nbytes))
+    offsets, specs = dict(lay.offsets), dict(lay.specs)
+    for key, name in names.items():
+        nbytes = specs[key].nbytes
+        for at in range(0, nbytes, staging.size):
+            piece = staging[: min(staging.size, nbytes - at)]
+            source.read_into(name, piece, at)
+            if filled is not None:
+                filled(piece)
+            backend.upload(address + offsets[key] + at, piece)

@@ -1,0 +1,1 @@
+"""Training: host-resident state, clipping, the optimizer step."""
