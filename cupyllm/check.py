@@ -150,6 +150,11 @@ def op_differences(op: str, case: Case, seed: int = 0) -> list[Finding]:
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = draw_cotangents([Spec(o.shape, o.dtype.name) for o in outputs], seed + 1)
     gradients = module.backward(saved, *cotangents)
+    if case.attrs.get("padding_idx") is not None:
+        # By definition the padding row gets no gradient although the output depends on it: its tokens do not count.
+        ids, d_y = arrays[0], cotangents[0]
+        assert d_y is not None
+        cotangents = [np.where((ids == case.attrs["padding_idx"])[:, None], 0, d_y)]
 
     def loss() -> float:
         values, _ = module.forward(*arrays, **case.attrs)

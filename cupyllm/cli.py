@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Commands(click.Group):
     """A group whose errors are one line on stderr, whoever raised them."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         extra["standalone_mode"] = False
         try:
             result = super().main(args, prog_name or "cupyllm", **extra)
@@ -110,7 +110,7 @@ def cli() -> None:
 @click.option("--prompt", metavar="TEXT", help="Text to run.")
 @click.option("--prompt-file", metavar="FILE", help="UTF-8 file to run.")
 @click.option("--ids", metavar="FILE.npy", help="Token ids to run, integers [T] or [B,T].")
-@click.option("--stream/--resident", "stream", default=None, help="Weights layer by layer (default), or all loaded first.")
+@click.option("--stream/--resident", "stream", default=None, help="Weights layer by layer (default) or all at once.")
 @click.option("--check-lossless", is_flag=True, help="Run streamed and resident and compare every bit of the logits.")
 @click.option("--logits-out", metavar="FILE.npy", help="Write the logits, float32 [B,T,V].")
 @options(variant_option, seed_option, yes_option, json_option)
@@ -128,7 +128,7 @@ def forward(**arguments: Any) -> int:
 @cli.command()
 @click.option("--model", metavar="DIR", required=True, help="Checkpoint directory, or a repo id in the cache.")
 @click.option("--ids", metavar="FILE.npy", required=True, help="Token ids, integers [T] or [B,T].")
-@click.option("--labels", metavar="FILE.npy", help="Unshifted labels of the same shape, -100 ignored. Default: the ids.")
+@click.option("--labels", metavar="FILE.npy", help="Unshifted labels [T] or [B,T], -100 ignored. Default: the ids.")
 @click.option("--out", metavar="FILE.safetensors", required=True, help="Where the gradients go, float32.")
 @options(layers_option, backend_option, dtype_option, variant_option, json_option)
 def grads(**arguments: Any) -> int:
@@ -154,7 +154,7 @@ def grad_check(**arguments: Any) -> int:
 @click.option("--tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of built-in text.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Optimizer steps.")
 @click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Learning rate. Default: 0.03 / hidden size.")
-@click.option("--clip", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="Global norm.")
+@click.option("--clip", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="Norm.")
 @options(backend_option, dtype_option, variant_option, seed_option, yes_option, json_option)
 def train_smoke(**arguments: Any) -> int:
     """A few AdamW steps on one fixed batch; every loss must be below the one before."""

@@ -153,14 +153,15 @@ def _problems(report: dict[str, Any], nvrtc_problem: str | None) -> list[dict[st
     extra = "cuda13" if report["driver"] and int(report["driver"].split()[1].split(".")[0]) >= 13 else "cuda12"
     if len(installed) > 1:
         remedy = f"pip uninstall {' '.join(installed)}, then pip install 'cupyllm[{extra}]'"
-        problems.append({"what": f"{' and '.join(installed)} are both installed and overwrite each other", "remedy": remedy})
+        problems.append({"what": f"{' and '.join(installed)} are installed and overwrite each other", "remedy": remedy})
     if gpus and not installed:
         problems.append({"what": "there is a GPU but no CuPy", "remedy": f"pip install 'cupyllm[{extra}]'"})
     if installed and nvrtc_problem:
         wheel = "nvidia-cuda-nvrtc-cu12" if installed[0] == "cupy-cuda12x" else "nvidia-cuda-nvrtc"
         problems.append({"what": f"NVRTC does not load: {nvrtc_problem}", "remedy": f"pip install {wheel}"})
     if report["driver"] and not gpus:
-        problems.append({"what": f"driver {report['driver']} shows no GPU", "remedy": "check nvidia-smi and CUDA_VISIBLE_DEVICES"})
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        problems.append({"what": f"driver {report['driver']} shows no GPU", "remedy": remedy})
     for gpu in gpus:
         if gpu["capability"] < MIN_CAPABILITY:
             what = f"GPU {gpu['index']} ({gpu['name']}) is sm_{gpu['capability']}"
@@ -169,5 +170,3 @@ def _problems(report: dict[str, Any], nvrtc_problem: str | None) -> list[dict[st
         what = f"the cache directory {report['cache']['path']} cannot be written"
         problems.append({"what": what, "remedy": "set XDG_CACHE_HOME to a directory that can"})
     return problems
-
-

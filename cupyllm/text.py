@@ -62,14 +62,14 @@ class Codec:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
-                f"prompt: character {error.start} is not valid UTF-8, expected text; save it to a UTF-8 file and use --prompt-file"
+                f"prompt: character {error.start} is not valid UTF-8, expected text; use --prompt-file"
             ) from None
         if self.tokenizer is not None:
             return np.asarray(self.tokenizer.encode(text).ids, dtype=np.int64)
         if self.vocab_size < 256:
             raise InputError(
-                f"prompt: the checkpoint has no tokenizer.json and a vocabulary of {self.vocab_size}, text as UTF-8 bytes "
-                "needs at least 256; give token ids with --ids"
+                f"prompt: the checkpoint has no tokenizer.json and a vocabulary of {self.vocab_size}, text as UTF-8 "
+                "bytes needs at least 256; give token ids with --ids"
             )
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
 
@@ -81,7 +81,8 @@ class Codec:
         if token >= 256:
             return f"<{token}>"
         character = chr(token)
-        return character if character.isascii() and (character.isprintable() or character == "\n") else f"<0x{token:02X}>"
+        shown = character.isascii() and (character.isprintable() or character == "\n")
+        return character if shown else f"<0x{token:02X}>"
 
 
 def open_codec(tokenizer_file: Path | None, vocab_size: int) -> Codec:

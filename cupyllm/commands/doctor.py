@@ -39,7 +39,7 @@ def _variant_lines(table: list[dict[str, Any]]) -> list[str]:
 def _report_lines(report: dict[str, Any]) -> list[str]:
     lines = [
         f"cupyllm {report['cupyllm']}, Python {report['python']}, {report['platform']}",
-        "packages: " + ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items()),
+        "packages: " + ", ".join(_package(name, version) for name, version in report["packages"].items()),
         f"CPU: {report['cpu_cores']} cores, host memory {gigabytes(report['host_memory_bytes'])}",
         f"driver: {report['driver'] or 'none found'}",
     ]
@@ -56,3 +56,9 @@ def _report_lines(report: dict[str, Any]) -> list[str]:
     ]
     lines += [f"problem: {p['what']}; {p['remedy']}" for p in report["problems"]] or ["problems: none"]
     return lines
+
+
+def _package(name: str, version: str | None) -> str:
+    if version is None:
+        return f"{name} {'MISSING' if name in doctor.REQUIRED else '(not installed)'}"
+    return f"{name} {version}"

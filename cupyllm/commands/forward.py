@@ -115,14 +115,16 @@ def _lines(values: dict[str, Any], logits_out: str | None) -> list[str]:
     lines = [
         f"loss: {loss}   (ln V = {values['ln_vocab']:.4f})",
         f"next: {tokens}",
-        f"time: {values['seconds']:.3f} s, {values['tokens_per_s']:.1f} tokens/s, {values['dtype']} on {values['device']}",
+        f"time: {values['seconds']:.3f} s, {values['tokens_per_s']:.1f} tokens/s",
+        f"device: {values['device']}, {values['dtype']}",
         f"weights: {gigabytes(values['streamed_bytes'])} read ({values['mode']}), {values['stream_gb_per_s']:.3f} GB/s",
-        f"peak memory: device {gigabytes(values['peak_device_bytes'])} (ours {gigabytes(values['peak_allocator_bytes'])}), "
+        f"peak memory: device {gigabytes(values['peak_device_bytes'])} "
+        f"(ours {gigabytes(values['peak_allocator_bytes'])}), "
         f"host {gigabytes(values['peak_host_bytes'])} + {gigabytes(values['peak_host_file_bytes'])} of mapped files",
     ]
     if values["lossless"] is not None:
-        same = "streamed = resident, every bit of the logits" if values["lossless"] else "NO: streamed and resident differ"
-        lines.append(f"lossless: {same}")
+        verdict = "yes, every bit of streamed = resident" if values["lossless"] else "NO, streamed and resident differ"
+        lines.append(f"lossless: {verdict}")
     if logits_out is not None:
         lines.append(f"logits: {logits_out}")
     return lines

@@ -16,15 +16,13 @@ from cupyllm.errors import InputError
 SIZE_TOKENS, SMALL_TOKENS = 128, 12
 
 
-def run(
-    *, ops: tuple[str, ...], layer: bool, size: str | None, backend: str, dtype: str | None, as_json: bool
-) -> int:
+def run(*, ops: tuple[str, ...], layer: bool, size: str | None, backend: str, dtype: str | None, as_json: bool) -> int:
     """1 when any tensor fails, else 0. Neither --op nor --layer: everything."""
     unknown = [name for name in ops if name not in check.OPS]
     if unknown:
         raise InputError(f"--op {unknown[0]}: there is no such op, expected one of {', '.join(check.OPS)}")
     if size is not None and ops and not layer:
-        raise InputError("--size is the shape of the layer, and --op alone checks no layer; add --layer or leave out --size")
+        raise InputError("--size is the layer's shape and --op alone checks no layer; add --layer or leave out --size")
     output = Output(as_json)
     with session.open_runtime(output, backend, dtype) as runtime:
         names = list(dict.fromkeys(ops)) if ops or layer else None
@@ -109,7 +107,9 @@ def lines(report: check.Report) -> list[str]:
             f"{worst.error:.2e} (limit {worst.limit:.2e}; {worst.case}, {worst.tensor})"
         )
         shown = found if subject == "layer" else [f for f in found if not f.ok]
-        result += [f"     {'ok  ' if f.ok else 'FAIL'} {f.case if subject != 'layer' else ''} {f.tensor}: {f.error:.2e}" for f in shown]
+        for f in shown:
+            where = f.tensor if subject == "layer" else f"{f.case}, {f.tensor}"
+            result.append(f"     {'ok  ' if f.ok else 'FAIL'} {where}: {f.error:.2e}")
     if report.parity:
         result.append(f"parity: {report.parity}")
     result.append("ok" if report.ok else f"FAILED: {', '.join(report.failed)}")

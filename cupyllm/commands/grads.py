@@ -36,7 +36,7 @@ def run(
             batch, _ = inputs.token_ids(config, weights.codec, None, None, ids)
             targets = batch if labels is None else inputs.load_ids(labels, "--labels", config.vocab_size, labels=True)
             if targets.shape != batch.shape:
-                raise InputError(f"--labels has shape {list(targets.shape)}, expected that of --ids, {list(batch.shape)}")
+                raise InputError(f"--labels has shape {list(targets.shape)}, expected {list(batch.shape)} as --ids")
             specs = {name: (np.dtype(np.float32), source.spec(name)[1]) for name in source.names()}
             num_bytes = sum(4 * int(np.prod(shape)) for _, shape in specs.values())
             require_space(inputs.parent(out), num_bytes)

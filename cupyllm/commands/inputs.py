@@ -47,7 +47,7 @@ def token_ids(
     limit = max_positions(config)
     if ids.shape[1] > limit:
         raise InputError(
-            f"the input has {ids.shape[1]} tokens, the model has {limit} positions (max_position_embeddings); shorten it"
+            f"the input has {ids.shape[1]} tokens, the model takes {limit} (max_position_embeddings); shorten it"
         )
     return ids, origin
 
@@ -140,7 +140,7 @@ def _load_npy(path: str, option: str) -> np.ndarray:
         raise InputError(f"{option} {show_path(path)} is a directory, expected a .npy file") from None
     except (OSError, ValueError, EOFError, SyntaxError) as error:
         reason = " ".join(str(error).split()) or "it is empty"
-        raise InputError(f"{option} {show_path(path)} is not a .npy file of integers: {reason}; use numpy.save") from None
+        raise InputError(f"{option} {show_path(path)} is no .npy file of integers: {reason}; use numpy.save") from None
     if not isinstance(array, np.ndarray):
         raise InputError(f"{option} {show_path(path)} is an archive of arrays, expected one .npy array; use numpy.save")
     return array

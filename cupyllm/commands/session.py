@@ -77,7 +77,7 @@ def require_consent(output: Output, config: ModelConfig, directory: Path, yes: b
         return
     plan = f"{gigabytes(needed)} of random weights to be written, {gigabytes(free_space(directory))} free"
     if not yes:
-        raise InputError(f"{plan} at {show_path(directory)}: over 8 GiB needs consent; add --yes, or take fewer --layers")
+        raise InputError(f"{plan} at {show_path(directory)}: over 8 GiB, add --yes or take fewer --layers")
     output.note(f"disk: {plan} at {show_path(directory)}")
 
 
@@ -123,7 +123,7 @@ def make_engine(
 ) -> Engine:
     """The engine of `runtime`. `codec` tells which ids are padding of the vocabulary and never the argmax."""
     valid_vocab = None if codec is None else codec.valid_vocab
-    if runtime.name == "reference":
+    if runtime.backend is None:
         from cupyllm.reference.engine import ReferenceEngine
 
         return ReferenceEngine(source, "float64" if dtype == "float64" else "float32", valid_vocab=valid_vocab)
@@ -134,11 +134,11 @@ def make_engine(
 
 def device_peaks(runtime: Runtime) -> tuple[int | None, int | None]:
     """Peak device bytes of the process (context included) and of our allocator; None on the reference."""
-    if runtime.name == "reference":
+    if runtime.backend is None:
         return None, None
     return runtime.backend.process_peak_bytes(), runtime.backend.peak_bytes()
 
 
 def device_name(runtime: Runtime) -> str:
     """What computes, for the result."""
-    return f"CPU ({platform.machine()}, NumPy)" if runtime.name == "reference" else runtime.backend.device_name
+    return f"CPU ({platform.machine()}, NumPy)" if runtime.backend is None else runtime.backend.device_name

@@ -55,17 +55,15 @@ def run(
         "seconds": seconds,
         "mb_per_s": count / seconds / 1e6,
     }
-    output.result(
-        values,
-        [f"{show_path(out)}: {config.num_hidden_layers} layers, {gigabytes(count)} of {dtype}, {values['mb_per_s']:.0f} MB/s"],
-    )
+    line = f"{config.num_hidden_layers} layers, {gigabytes(count)} of {dtype}, {values['mb_per_s']:.0f} MB/s"
+    output.result(values, [f"{show_path(out)}: {line}"])
     return 0
 
 
 def _published(size: str, layers: int | None, given: list[str], tied: bool | None) -> ModelConfig:
     if given or tied is not None:
         names = [*given, *([] if tied is None else ["tied/--untied"])]
-        raise InputError(f"--size and --{names[0]} were given, expected a published shape or a given one; leave out one")
+        raise InputError(f"--size and --{names[0]} were given, expected a published or a given shape; leave out one")
     config = published(size)
     return config if layers is None else config.with_layers(layers)
 
@@ -83,7 +81,7 @@ def _given(
     required = {"hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn, "vocab": vocab}
     missing = [f"--{name}" for name, value in required.items() if value is None]
     if missing:
-        raise InputError(f"{', '.join(missing)} not given, expected --size or a whole shape; see `cupyllm synth --help`")
+        raise InputError(f"{', '.join(missing)} missing, expected --size or a whole shape; see `cupyllm synth --help`")
     assert hidden and layers and heads and ffn and vocab
     if head_dim is None and hidden % heads:
         raise InputError(f"--hidden {hidden} is no multiple of --heads {heads}, expected --head-dim then; add it")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from cupyllm.commands import inputs, session
 from cupyllm.commands.output import Output, progress
+from cupyllm.engine import WeightSource
 from cupyllm.errors import InputError
 from cupyllm.hostmem import PeakSampler, available_bytes
+from cupyllm.runtime import Runtime
 from cupyllm.text import builtin_ids
 from cupyllm.train.trainer import Trainer, TrainingStopped
 
@@ -45,58 +51,84 @@ def run(
             batch = builtin_ids(weights.codec, tokens)[None]
             output.note(f"input: {tokens} tokens of built-in text, {weights.codec.description}")
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
-            losses, grad_norms, clip_coefs, skipped = [], [], [], []
-            with closing(
-                Trainer(
-                    lambda source: session.make_engine(source, runtime, chosen, forced),
-                    weights.checkpoint,
-                    dtype=chosen,
-                    lr=LR_TIMES_HIDDEN / weights.config.hidden_size if lr is None else lr,
-                    clip=clip,
-                    available_bytes=available_bytes(),
-                )
-            ) as trainer:
-                with progress("training, steps") as on_step:
-                    try:
-                        for step in range(steps):
-                            result = trainer.step(batch, batch)
-                            losses.append(result.loss)
-                            grad_norms.append(result.grad_norm)
-                            clip_coefs.append(result.clip_coef)
-                            skipped += [f"step {step}: {result.skipped}"] if result.skipped else []
-                            on_step(step + 1, steps)
-                        losses.append(trainer.evaluate(batch, batch))
-                    except TrainingStopped as error:
-                        skipped.append(f"stopped: {error}")
-                engine = trainer.engine
-                device_bytes, allocator_bytes = session.device_peaks(runtime)
-            ok = len(losses) == steps + 1 and all(after < before for before, after in zip(losses, losses[1:]))
-            values = {
-                "ok": ok,
-                "backend": engine.backend_name,
-                "device": engine.device_name,
-                "dtype": engine.dtype,
-                "layers": weights.config.num_hidden_layers,
-                "tokens": tokens,
-                "steps": steps,
-                "lr": trainer.lr,
-                "clip": clip,
-                "losses": losses,
-                "grad_norms": grad_norms,
-                "clip_coefs": clip_coefs,
-                "skipped": skipped,
-                "random_weights": weights.random,
-                "seconds": time.perf_counter() - began,
-                "peak_device_bytes": device_bytes,
-                "peak_allocator_bytes": allocator_bytes,
-                "peak_host_bytes": memory.peak().anon,
-                "peak_host_file_bytes": memory.peak().file,
-            }
-    lines = [
-        f"step {i}: loss {loss:.6f}" + (f"  norm {grad_norms[i]:.4f}  clip {clip_coefs[i]:.4f}" if i < len(grad_norms) else "")
-        for i, loss in enumerate(losses)
-    ]
-    lines += [f"skipped: {line}" for line in skipped]
-    lines.append(f"{'ok: every loss is below the one before' if ok else 'FAILED: a loss is not below the one before'}")
-    output.result(values, [*lines, f"time: {values['seconds']:.1f} s on {engine.device_name}, {engine.dtype}"])
-    return 0 if ok else 1
+            values = train(weights.checkpoint, runtime, chosen, batch, steps=steps, lr=lr, clip=clip, forced=forced)
+            device_bytes, allocator_bytes = session.device_peaks(runtime)
+            values.update(
+                layers=weights.config.num_hidden_layers,
+                random_weights=weights.random,
+                seconds=time.perf_counter() - began,
+                peak_device_bytes=device_bytes,
+                peak_allocator_bytes=allocator_bytes,
+                peak_host_bytes=memory.peak().anon,
+                peak_host_file_bytes=memory.peak().file,
+            )
+    output.result(values, _lines(values))
+    return 0 if values["ok"] else 1
+
+
+def train(
+    source: WeightSource,
+    runtime: Runtime,
+    dtype: str,
+    batch: np.ndarray,
+    *,
+    steps: int,
+    lr: float | None = None,
+    clip: float = 1.0,
+    forced: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """`steps` updates on ids [B,T]; losses before each and after the last, norms and clip coefficients.
+
+    `ok` unless a loss is not below the one before. A run that stops itself on non-finite gradients is not ok.
+    """
+    losses: list[float] = []
+    norms: list[float] = []
+    coefficients: list[float] = []
+    skipped: list[str] = []
+    rate = LR_TIMES_HIDDEN / source.config.hidden_size if lr is None else lr
+    trainer = Trainer(
+        lambda state: session.make_engine(state, runtime, dtype, forced),
+        source,
+        dtype=dtype,
+        lr=rate,
+        clip=clip,
+        available_bytes=available_bytes(),
+    )
+    with closing(trainer), progress("training, steps") as on_step, np.errstate(over="ignore", invalid="ignore"):
+        try:
+            for step in range(steps):
+                result = trainer.step(batch, batch)
+                losses.append(result.loss)
+                norms.append(result.grad_norm)
+                coefficients.append(result.clip_coef)
+                skipped += [f"step {step}: {result.skipped}"] if result.skipped else []
+                on_step(step + 1, steps)
+            losses.append(trainer.evaluate(batch, batch))
+        except TrainingStopped as error:
+            skipped.append(f"stopped: {error}")
+        engine = trainer.engine
+    return {
+        "ok": len(losses) == steps + 1 and all(after < before for before, after in pairwise(losses)),
+        "backend": engine.backend_name,
+        "device": engine.device_name,
+        "dtype": engine.dtype,
+        "tokens": int(batch.size),
+        "steps": steps,
+        "lr": rate,
+        "clip": clip,
+        "losses": losses,
+        "grad_norms": norms,
+        "clip_coefs": coefficients,
+        "skipped": skipped,
+    }
+
+
+def _lines(values: dict[str, Any]) -> list[str]:
+    norms, coefficients = values["grad_norms"], values["clip_coefs"]
+    lines = []
+    for step, loss in enumerate(values["losses"]):
+        update = f"  norm {norms[step]:.4f}  clip {coefficients[step]:.4f}" if step < len(norms) else ""
+        lines.append(f"step {step}: loss {loss:.6f}{update}")
+    lines += [f"skipped: {line}" for line in values["skipped"]]
+    lines.append("ok: every loss is below the one before" if values["ok"] else "FAILED: a step did not lower the loss")
+    return [*lines, f"time: {values['seconds']:.1f} s on {values['device']}, {values['dtype']}, lr {values['lr']:g}"]

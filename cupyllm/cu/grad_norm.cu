@@ -16,14 +16,13 @@
 #define THREADS 256
 #define PER_THREAD 32
 
-// Sum over the block, in thread 0.
-DEVICE double tree_sum(double x, double* shared) {
+// shared[0] = sum over the block, for thread 0 to read: the others have no barrier behind the last addition.
+DEVICE void tree_sum(double x, double* shared) {
   shared[threadIdx.x] = x;
   for (int half = THREADS / 2; half > 0; half >>= 1) {
     __syncthreads();
     if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
   }
-  return shared[0];
 }
 
 KERNEL(sum_of_squares_partial)(const G_T* g, double* partial, i64 n) {
@@ -35,16 +34,16 @@ KERNEL(sum_of_squares_partial)(const G_T* g, double* partial, i64 n) {
     double x = index < n ? (double)to_float(g[index]) : 0.0;
     sum = fma(x, x, sum);
   }
-  sum = tree_sum(sum, shared);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+  tree_sum(sum, shared);
+  if (threadIdx.x == 0) partial[blockIdx.x] = shared[0];
 }
 
 KERNEL(sum_of_squares_total)(const double* partial, double* out, i64 count, i64 slot) {
   __shared__ double shared[THREADS];
   double sum = 0.0;
   for (i64 index = threadIdx.x; index < count; index += THREADS) sum += partial[index];
-  sum = tree_sum(sum, shared);
-  if (threadIdx.x == 0) out[slot] = sum;
+  tree_sum(sum, shared);
+  if (threadIdx.x == 0) out[slot] = shared[0];
 }
 
 KERNEL(scale)(G_T* g, const float* factor, i64 n) {

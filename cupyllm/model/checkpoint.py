@@ -267,11 +267,11 @@ def _locate(
     path: Path, config: ModelConfig, files: list[SafetensorsFile], index: dict[str, str] | None
 ) -> dict[str, int]:
     """Parameter -> index into `files`, for each expected one, and for a tied model's lm_head.weight if it is there."""
-    held = [(name, number) for number, file in enumerate(files) for name in file.names()]
     by_shard = {str(file.path.relative_to(path)): number for number, file in enumerate(files)}
     first_holder: dict[str, int] = {}
-    for name, number in held:
-        first_holder.setdefault(name, number)
+    for i, file in enumerate(files):
+        for name in file.names():
+            first_holder.setdefault(name, i)
     where: dict[str, int] = {}
     missing: list[str] = []
     for name in [*names.model_params(config), *([names.HEAD] if config.tie_word_embeddings else [])]:

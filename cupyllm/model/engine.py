@@ -18,6 +18,7 @@ host arrays (`adamw`). Keeping master weights on the device was rejected: it cap
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,14 +35,13 @@ from cupyllm.graph import Node
 from cupyllm.model.batch import Batch, prepare
 from cupyllm.model.decoder import layer_nodes
 from cupyllm.model.names import layer_params, layer_prefix
+from cupyllm.model.updates import Updates
 from cupyllm.ops import adamw as adamw_op
-from cupyllm.ops import grad_norm as grad_norm_op
 from cupyllm.ops import rope as rope_op
 from cupyllm.stream.prefetch import LayerStream, Layout, Slot, layout, upload_group
 
 LOGITS_BYTES = 256 << 20  # device bytes of one row chunk of float32 logits
 CHUNK_ROWS = 64  # chunks start at multiples of it, which keeps every per-row array aligned
-UPDATE_ELEMENTS = 16 << 20  # elements of one AdamW or norm call
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -151,6 +151,7 @@ class DeviceEngine:
         self._pass: _Pass | None = None
         self._head: Buffer | None = None
         self._resident: list[Buffer] | None = None
+        self._updater: Updates | None = None
 
     # -- the contract -------------------------------------------------------------------------------------------
 
@@ -234,28 +235,7 @@ class DeviceEngine:
         return LossResult(loss, batch.num_targets, streamed)
 
     def sum_of_squares(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
-        sums = {}
-        with _Scratch(self.backend) as scratch:
-            size = min(UPDATE_ELEMENTS, max((g.size for g in gradients.values()), default=1))
-            whole = scratch.tensor((size,), "float32")
-            out = scratch.tensor((1,), "float64")
-            programs: dict[int, Any] = {}
-            value = np.empty(1, np.float64)
-            for name, gradient in gradients.items():
-                flat, total = gradient.reshape(-1), 0.0
-                for at in range(0, flat.size, size):
-                    piece = flat[at : at + size]
-                    if piece.size not in programs:
-                        rec = Recorder(self.backend.capability, self.forced)
-                        grad_norm_op.sum_of_squares(rec, whole.rows(0, piece.size), out)
-                        programs[piece.size] = scratch.load(rec)
-                    self.backend.upload(whole.address, piece)
-                    self.backend.run(programs[piece.size])
-                    self.backend.synchronize()
-                    self.backend.download(value, out.address)
-                    total += float(value[0])
-                sums[name] = total
-        return sums
+        return {name: self._updates().sum_of_squares(gradient) for name, gradient in gradients.items()}
 
     def adamw(
         self,
@@ -272,26 +252,16 @@ class DeviceEngine:
         step: int,
         grad_scale: float,
     ) -> None:
-        arrays = [param.reshape(-1), grad.reshape(-1), m.reshape(-1), v.reshape(-1)]
-        size = min(UPDATE_ELEMENTS, max(param.size, 1))
-        scalars_host = adamw_op.pack_scalars(
+        scalars = adamw_op.pack_scalars(
             lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale
         )
-        with _Scratch(self.backend) as scratch:
-            device = [scratch.tensor((size,), "float32") for _ in arrays]
-            scalars = scratch.tensor(scalars_host.shape, "float32")
-            self.backend.upload(scalars.address, scalars_host)
-            for at in range(0, param.size, size):
-                pieces = [a[at : at + size] for a in arrays]
-                p, g, dm, dv = (t.rows(0, pieces[0].size) for t in device)
-                for tensor, piece in zip((p, g, dm, dv), pieces, strict=True):
-                    self.backend.upload(tensor.address, piece)
-                rec = Recorder(self.backend.capability, self.forced)
-                adamw_op.adamw(rec, p, g, dm, dv, scalars)
-                self.backend.run(scratch.load(rec))
-                self.backend.synchronize()
-                for tensor, piece in ((p, pieces[0]), (dm, pieces[2]), (dv, pieces[3])):
-                    self.backend.download(piece, tensor.address)
+        self._updates().adamw(scalars, param, grad, m, v)
+
+    def _updates(self) -> Updates:
+        if self._updater is None:
+            largest = max(math.prod(self.source.spec(name)[1]) for name in self.source.names())
+            self._updater = Updates(self.backend, largest, self.forced)
+        return self._updater
 
     def close(self) -> None:
         """Free every device and pinned byte."""
@@ -300,6 +270,9 @@ class DeviceEngine:
             self._pass = None
         self.stream.close()
         self._drop_head()
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
         for buffer in self._resident or []:
             buffer.free()
         self._resident = None

@@ -29,14 +29,16 @@ def adamw(
 ) -> None:
     """Record one update of p, m and v (in place) from g; all float32 of one shape. `scalars`: SCALARS.
 
-    p16_out, bfloat16 or float16 of the same shape, is written (=) with the new p rounded to nearest even: the weight that
-    the next forward reads. No two arrays may overlap. Raises InputError.
+    p16_out, bfloat16 or float16 of the same shape, is written (=) with the new p rounded to nearest even: the weight
+    that the next forward reads. No two arrays may overlap. Raises InputError.
     """
     for name, x in (("p", p), ("g", g), ("m", m), ("v", v)):
         check(x.shape == p.shape, "adamw", f"{name}'s shape", x.shape, f"p's, {p.shape}")
         check(x.dtype == "float32", "adamw", f"{name}'s dtype", x.dtype, "float32")
     got = Spec(scalars.shape, scalars.dtype)
-    check(got == SCALARS, "adamw", "scalars", (got.dtype, got.shape), (SCALARS.dtype, SCALARS.shape), "use pack_scalars")
+    check(
+        got == SCALARS, "adamw", "scalars", (got.dtype, got.shape), (SCALARS.dtype, SCALARS.shape), "use pack_scalars"
+    )
     if p16_out is not None:
         check(p16_out.shape == p.shape, "adamw", "p16_out's shape", p16_out.shape, f"p's, {p.shape}")
         check(
@@ -80,8 +82,8 @@ def pack_scalars(
     ]
     if not all(math.isfinite(value) for value in values):
         raise InputError(
-            f"adamw: lr {lr}, eps {eps}, weight_decay {weight_decay}, grad_scale {grad_scale}, expected finite numbers; "
-            "skip a step whose gradient norm is not finite"
+            f"adamw: lr {lr}, eps {eps}, weight_decay {weight_decay}, grad_scale {grad_scale}, expected finite "
+            "numbers; skip a step whose gradient norm is not finite"
         )
     return np.array(values, np.float32)
 

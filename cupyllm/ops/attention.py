@@ -6,11 +6,11 @@ The scores never reach device memory: a CTA keeps a tile of queries and passes o
 backward computes the probabilities again from the saved log-sum-exp (Dao 2023). d_k/d_v and d_q are two kernels, each
 with one owner per output element. One kernel that adds d_q with atomics was rejected: its sum has no fixed order.
 
-Visible means: same segment and not a negative one; causal: key <= query; window W: the W latest keys, self included. The
-last query sits at the last key (offset Tk - Tq), so a chunk of queries is the tail of its sequence.
+Visible means: same segment and not a negative one; causal: key <= query; window W: the W latest keys, self included.
+The last query sits at the last key (offset Tk - Tq), so a chunk of queries is the tail of its sequence.
 A query that sees nothing gives exactly 0 and passes no gradient, even where hidden keys or values hold NaN.
 
-Shapes: B batch, Tq Tk queries and keys, HQ HK query and KV heads (query head h reads KV head h // (HQ/HK)), D head size.
+Shapes: B batch, Tq Tk queries and keys, HQ HK query and KV heads, D head size. Query head h reads KV head h // (HQ/HK).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import numpy as np
 
 from cupyllm.backend.base import KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
-from cupyllm.ops.op import Attrs, Case, Cost, Op, Variant, check
+from cupyllm.ops.op import ACTIVATION_DTYPES, Attrs, Case, Cost, Op, Variant, check
 
 ROWS = 32  # queries (forward, d_q) or keys (d_k, d_v) of one CTA; ROWS in attention.cu
 THREADS = 128
 DELTA_ROWS = 4  # rows of one CTA of attention_delta
 NO_WINDOW = 1 << 40  # wider than any sequence
-DTYPES = ("float32", "bfloat16")
 
 
 class Attention(Op):
@@ -49,7 +48,7 @@ class Attention(Op):
         assert q is not None and k is not None and v is not None
         heads, kv_heads = attrs["num_heads"], attrs["num_kv_heads"]
         check(len(q.shape) == 3, "attention", "q's shape", q.shape, "[B, Tq, HQ*D]")
-        check(q.dtype in DTYPES, "attention", "q's dtype", q.dtype, " or ".join(DTYPES))
+        check(q.dtype in ACTIVATION_DTYPES, "attention", "q's dtype", q.dtype, " or ".join(ACTIVATION_DTYPES))
         check(
             min(heads, kv_heads) > 0 and heads % kv_heads == 0,
             "attention",
@@ -157,7 +156,10 @@ class Attention(Op):
         )
 
     def cases(self) -> list[Case]:
-        """One query (of two keys: with one key d_q is 0 and has no relative error), an odd shape, tile-1, tile, tile+1; GQA, window, segments, query tails; Qwen3 shapes."""
+        """One query, odd, tile-1, tile, tile+1; GQA, window, segments, query tails; Qwen3 shapes.
+
+        The one query has two keys: with a single key d_q is 0, and no error is small beside it.
+        """
 
         def case(
             name: str,

@@ -63,6 +63,11 @@ def op_attrs(op: str, case: Case, dtype: str) -> dict[str, Any]:
     return {**case.attrs, "dtype": dtype} if op == "embedding" else dict(case.attrs)
 
 
+def reference_attrs(case: Case) -> dict[str, Any]:
+    """The reference's attrs: the case's without those that only say in which dtype a kernel writes."""
+    return {name: value for name, value in case.attrs.items() if name not in ("dtype", "out_dtype")}
+
+
 def specs(case: Case, dtype: str = "float32", weight_dtype: str | None = None) -> tuple[list[Spec | None], list[Spec]]:
     """Specs of the inputs and parameters that `draw` would give, without drawing them."""
     kinds = (*case.kinds, *("normal",) * (len(case.inputs) - len(case.kinds)))

@@ -1,6 +1,7 @@
 """Softmax cross-entropy with the argmax in one launch: cu/cross_entropy.cu, reference/cross_entropy.py in NumPy.
 
-    loss = lse - logits[label], lse = log sum_v exp(logits_v)        d_logits_v = (exp(logits_v - lse) - [v = label]) d_loss
+    loss = lse - logits[label], lse = log sum_v exp(logits_v)
+    d_logits_v = (exp(logits_v - lse) - [v = label]) d_loss
 
 One CTA a row carries maximum, sum, best id and best logit through a single pass (Milakov and Gimelshein 2018), so that
 logits are read once. Two passes, maximum first, were rejected: V = 151936 does not stay in a cache.
@@ -19,11 +20,10 @@ import numpy as np
 from cupyllm.backend.base import Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
 from cupyllm.errors import InputError
-from cupyllm.ops.op import Attrs, Case, Cost, Op, Variant, check
+from cupyllm.ops.op import ACTIVATION_DTYPES, Attrs, Case, Cost, Op, Variant, check
 
 THREADS = 256
 IGNORE_INDEX = -100
-DTYPES = ("float32", "bfloat16")
 
 
 class CrossEntropy(Op):
@@ -42,7 +42,13 @@ class CrossEntropy(Op):
         logits, labels = inputs
         assert logits is not None and labels is not None
         check(len(logits.shape) == 2, "cross_entropy", "logits' shape", logits.shape, "[N, V]")
-        check(logits.dtype in DTYPES, "cross_entropy", "logits' dtype", logits.dtype, " or ".join(DTYPES))
+        check(
+            logits.dtype in ACTIVATION_DTYPES,
+            "cross_entropy",
+            "logits' dtype",
+            logits.dtype,
+            " or ".join(ACTIVATION_DTYPES),
+        )
         num_rows, vocab = logits.shape
         check(0 < vocab < 2**31 - 1, "cross_entropy", "the vocabulary", vocab, "at least 1 and below 2^31 - 1")
         check(labels.shape == (num_rows,), "cross_entropy", "labels' shape", labels.shape, (num_rows,))
@@ -86,7 +92,7 @@ class CrossEntropy(Op):
         attrs: Attrs,
         accumulate: bool,
     ) -> None:
-        """d_logits is written (=), in the logits' dtype. It may BE the saved logits (in place, nothing else allocated)."""
+        """d_logits is written (=), in the logits' dtype. It may BE the saved logits: nothing else is then allocated."""
         logits, labels, lse = saved
         d_loss, d_logits = d_outputs[0], d_inputs[0]
         if d_logits is None:
@@ -105,7 +111,9 @@ class CrossEntropy(Op):
         logits = inputs[0]
         assert logits is not None
         row_bytes = logits.shape[0] * 16
-        return Cost(3.0 * logits.size, logits.nbytes + row_bytes), Cost(4.0 * logits.size, 2 * logits.nbytes + row_bytes)
+        return Cost(3.0 * logits.size, logits.nbytes + row_bytes), Cost(
+            4.0 * logits.size, 2 * logits.nbytes + row_bytes
+        )
 
     def cases(self) -> list[Case]:
         """One, odd, around the 256 threads and the 2048 logits of one pass of a CTA; Qwen3's vocabulary."""
@@ -130,12 +138,12 @@ OP = CrossEntropy()
 
 
 def check_labels(labels: np.ndarray, vocab: int) -> None:
-    """Raise InputError naming the first position whose label is neither -100 nor in [0, vocab). Host arrays, any shape."""
+    """Raise InputError naming the first position whose label is neither -100 nor in [0, vocab). Host arrays."""
     bad = np.argwhere(((labels < 0) & (labels != IGNORE_INDEX)) | (labels >= vocab))
     if len(bad):
         position = tuple(int(i) for i in bad[0])
         where = position[0] if len(position) == 1 else position
         raise InputError(
-            f"cross_entropy: label at position {where} is {labels[position]}, expected 0 to {vocab - 1}, or {IGNORE_INDEX} "
-            "for a token that is not scored"
+            f"cross_entropy: label at position {where} is {labels[position]}, expected 0 to {vocab - 1}, or "
+            f"{IGNORE_INDEX} for a token that is not scored"
         )

@@ -1,8 +1,9 @@
 """Global gradient norm and clipping on device arrays: cu/grad_norm.cu, reference/grad_norm.py in NumPy.
 
-Each tensor's sum of squares is a float64 number of its own, added on the host: an fp32 sum overflows at a norm of 1.8e19,
-where a gradient can still be clipped, and a number per tensor lets an error name the parameter that holds an inf or NaN.
-One running sum over all tensors was rejected: gradients come layer by layer, and an atomic sum has no fixed order.
+Each tensor's sum of squares is a float64 number of its own, added on the host: an fp32 sum overflows at a norm of
+1.8e19, where a gradient can still be clipped, and a number per tensor lets an error name the parameter that holds an
+inf or NaN. One running sum over all tensors was rejected: gradients come layer by layer, and an atomic sum has no
+fixed order.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ def sum_of_squares(rec: Recorder, g: Tensor, out: Tensor, slot: int = 0) -> None
     untouched. (A slot is an index and not a view, since kernels take 16-byte aligned arrays only.)
     """
     check(g.dtype == "float32", "sum_of_squares", "g's dtype", g.dtype, "float32")
-    check(len(out.shape) == 1 and out.dtype == "float64", "sum_of_squares", "out", (out.dtype, out.shape), "float64 [S]")
+    check(
+        len(out.shape) == 1 and out.dtype == "float64", "sum_of_squares", "out", (out.dtype, out.shape), "float64 [S]"
+    )
     check(0 <= slot < out.size, "sum_of_squares", "slot", slot, f"0 to {out.size - 1}")
     num_partial = -(-g.size // CTA_ELEMENTS)
     partial = rec.empty((num_partial,), "float64", "partial")
     dtypes = {"G_T": g.dtype}
-    rec.launch(kernel("grad_norm.cu", "sum_of_squares_partial", dtypes=dtypes), num_partial, THREADS, g, partial, g.size)
+    rec.launch(
+        kernel("grad_norm.cu", "sum_of_squares_partial", dtypes=dtypes), num_partial, THREADS, g, partial, g.size
+    )
     rec.launch(
         kernel("grad_norm.cu", "sum_of_squares_total", dtypes=dtypes), 1, THREADS, partial, out, num_partial, slot
     )
 
 
 def scale(rec: Recorder, g: Tensor, factor: Tensor) -> None:
-    """Record g *= factor[0] in place; g and factor [1] float32. The factor lies on the device, so it may change per run."""
+    """Record g *= factor[0] in place; g and factor [1] float32. On the device, the factor may change per run."""
     check(g.dtype == "float32", "scale", "g's dtype", g.dtype, "float32")
     got = Spec(factor.shape, factor.dtype)
     check(got == FACTOR, "scale", "factor", (got.dtype, got.shape), (FACTOR.dtype, FACTOR.shape))

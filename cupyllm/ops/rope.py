@@ -1,14 +1,15 @@
 """Rotary position embedding, half-split pairing: cu/rope.cu on the device, reference/rope.py in NumPy.
 
-    y_i = x_i cos a_i - x_{i+D/2} sin a_i      y_{i+D/2} = x_{i+D/2} cos a_i + x_i sin a_i      a_i = position * inv_freq_i
+    y_i = x_i cos a_i - x_{i+D/2} sin a_i      y_{i+D/2} = x_{i+D/2} cos a_i + x_i sin a_i
+    a_i = position * inv_freq_i
 
 q and k turn in one launch; cos and sin come from a float32 table that is built once per batch by `rope_table` and
 shared by all layers. Turning inside every layer from the positions was rejected: it repeats the same slow cosines L
 times. The backward is the transpose, the rotation by -a with the same factor.
 
 The inverse frequencies are computed on the host in the order and precision of transformers' modeling_rope_utils
-(float32; powers in float64 and rounded once): an ulp of a frequency is 0.002 radians at position 40959, so they are part
-of the model's definition. Rules: default, linear (Chen et al. 2023), llama3 (Llama 3.1), YaRN (Peng et al. 2023).
+(float32; powers in float64 and rounded once): an ulp of a frequency is 0.002 radians at position 40959, so they are
+part of the model's definition. Rules: default, linear (Chen et al. 2023), llama3 (Llama 3.1), YaRN (Peng et al. 2023).
 
 Shapes: N rows, HQ HK query and KV heads, D head size.
 """
@@ -24,10 +25,9 @@ from cupyllm.backend.base import Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
 from cupyllm.config import RopeConfig
 from cupyllm.errors import ConfigError
-from cupyllm.ops.op import Attrs, Case, Cost, Op, Variant, check
+from cupyllm.ops.op import ACTIVATION_DTYPES, Attrs, Case, Cost, Op, Variant, check
 
 THREADS = 256
-DTYPES = ("float32", "bfloat16")
 
 
 class Rope(Op):
@@ -44,7 +44,7 @@ class Rope(Op):
         assert q is not None and k is not None and cos is not None and sin is not None
         head_dim = attrs["head_dim"]
         check(head_dim > 0 and head_dim % 2 == 0, "rope", "head_dim", head_dim, "a positive even number")
-        check(q.dtype in DTYPES, "rope", "q's dtype", q.dtype, " or ".join(DTYPES))
+        check(q.dtype in ACTIVATION_DTYPES, "rope", "q's dtype", q.dtype, " or ".join(ACTIVATION_DTYPES))
         check(k.dtype == q.dtype, "rope", "k's dtype", k.dtype, f"q's, {q.dtype}")
         for name, x in (("q", q), ("k", k)):
             fits = len(x.shape) == 2 and x.shape[0] == q.shape[0] and x.shape[1] % head_dim == 0
@@ -150,7 +150,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         raise ConfigError(f"rope: rope_type is {rope.rope_type!r}, expected default, linear, llama3 or yarn")
     if rope.original_max_position_embeddings is None:
         raise ConfigError(
-            f"rope: original_max_position_embeddings is missing, rope_type {rope.rope_type} needs it; add it to config.json"
+            f"rope: original_max_position_embeddings is missing, rope_type {rope.rope_type} needs it; add it to "
+            "config.json"
         )
     if rope.rope_type == "llama3":
         return _llama3(rope, base, rope.original_max_position_embeddings), 1.0
@@ -158,7 +159,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray, original: int) -> np.ndarray:
-    """Keep waves shorter than original/high_freq_factor, divide those longer than original/low_freq_factor, blend between.
+    """Keep waves shorter than original/high_freq_factor, divide those over original/low_freq_factor, blend between.
 
     The blend weighs the divided and the kept frequency by how many times the wave fits into the original context.
     """

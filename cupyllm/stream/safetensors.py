@@ -330,7 +330,7 @@ def _read_header(fd: int, path: Path, size: int) -> bytes:
     (length,) = struct.unpack("<Q", start[:8])
     if length > size - 8:
         raise CheckpointError(
-            f"{where} claims a header of {length} bytes, but the file has {size}; it is cut short or no safetensors file"
+            f"{where} claims a header of {length} bytes, but the file has {size}; cut short, or not a safetensors file"
         )
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{where} claims a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}")

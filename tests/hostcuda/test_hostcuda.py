@@ -69,7 +69,7 @@ def test_block_sum_gives_every_thread_the_same_sum(session: Session) -> None:
     launch(session, "sum_blocks", 3, 256, session.put(x), y)
     got = session.get(y).reshape(3, 256)
     assert (got == got[:, :1]).all()
-    # 13 roundings at most on the way of one term: 5 in the warp, 8 across warps; each at most half an eps of |sum| bounds
+    # 13 roundings at most on the way of one term, 5 in the warp and 8 across warps, each at most u times the sum of |x|
     bound = 13 * 2.0**-24 * np.abs(x).sum(1)
     assert (np.abs(got[:, 0] - x.astype(np.float64).sum(1)) <= bound).all()
 

@@ -25,7 +25,7 @@ from cupyllm import ops
 from cupyllm.backend.base import ALIGNMENT, Backend, Buffer, Spec, Tensor, fixed
 from cupyllm.backend.eager import CANARY, OpRun, run_op
 from cupyllm.backend.record import Recorder
-from cupyllm.ops.cases import FLOAT_DTYPES, Drawn, draw, draw_cotangents, op_attrs, specs, widen
+from cupyllm.ops.cases import FLOAT_DTYPES, Drawn, draw, draw_cotangents, op_attrs, reference_attrs, specs, widen
 from cupyllm.ops.op import Case
 
 U32 = 2.0**-24
@@ -116,7 +116,7 @@ def reference(
 ) -> dict[str, np.ndarray]:
     """The fp64 reference's outputs and gradients under the names of `Result`."""
     module = import_module(f"cupyllm.reference.{op}")
-    outputs, saved = module.forward(*widen(drawn.inputs), *widen(drawn.params), **case.attrs)
+    outputs, saved = module.forward(*widen(drawn.inputs), *widen(drawn.params), **reference_attrs(case))
     want = _named("output", outputs if isinstance(outputs, tuple) else (outputs,))
     if cotangents is not None:
         gradients = module.backward(saved, *widen(cotangents))

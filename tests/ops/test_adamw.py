@@ -1,8 +1,8 @@
 """AdamW: the kernel against the reference in fp64, over steps with changing scalars and one bound program.
 
-Tolerance, u = 2^-24, G the largest scaled gradient so far, S steps. m and v see at most 4 and 5 roundings a step: errors of
-4 S u G and 5 S u G^2. sqrt(v) is at least 0.22 G after a step with G, so the ratio m / sqrt(v) is off by at most 20 S u
-beside 8 roundings of its own, and p by lr times that and by its own 2 roundings a step.
+Tolerance, u = 2^-24, G the largest scaled gradient so far, S steps. m and v see at most 4 and 5 roundings a step:
+errors of 4 S u G and 5 S u G^2. sqrt(v) is at least 0.22 G after a step with G, so the ratio m / sqrt(v) is off by at
+most 20 S u beside 8 roundings of its own, and p by lr times that and by its own 2 roundings a step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_steps_match_the_reference(backend: Backend, size: int, p16: str | None,
                 4 * step * U32 * largest,
                 5 * step * U32 * largest**2,
             )
-            for name, a, b, bound in zip("pmv", got, want, bounds):
+            for name, a, b, bound in zip("pmv", got, want, bounds, strict=True):
                 error = np.abs(a - b)
                 print(f"step {step} {name}: {error.max():.2e}")
                 assert (error <= bound).all(), (step, name)

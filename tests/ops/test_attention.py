@@ -76,7 +76,14 @@ def arrays(shape: tuple[int, int, int, int, int], batch: int = 1, seed: int = 0)
 
 
 def attend(
-    backend: Backend, q: Any, k: Any, v: Any, d_out: Any, segments: Any = (None, None), heads: Any = (2, 1), **attrs: Any
+    backend: Backend,
+    q: Any,
+    k: Any,
+    v: Any,
+    d_out: Any,
+    segments: Any = (None, None),
+    heads: Any = (2, 1),
+    **attrs: Any,
 ) -> OpRun:
     """Forward and backward on host arrays."""
     attrs = {"num_heads": heads[0], "num_kv_heads": heads[1], **attrs}
@@ -119,7 +126,9 @@ def test_a_single_visible_key(backend: Backend, tokens: int, window: int | None)
     """The output is that key's value, bit for bit; gradients of q and k are 0 up to the rounding of d_p - delta."""
     q, k, v, d_out = arrays((tokens, tokens, 2, 1, 64))
     run = attend(backend, q, k, v, d_out, window=window)
-    np.testing.assert_array_equal(run.outputs[0].reshape(tokens, 2, 64), np.broadcast_to(v[0, :, None], (tokens, 2, 64)))
+    np.testing.assert_array_equal(
+        run.outputs[0].reshape(tokens, 2, 64), np.broadcast_to(v[0, :, None], (tokens, 2, 64))
+    )
     bound = 2 * 64 * U32 * np.abs(d_out).max() * np.abs(v).max() * max(np.abs(q).max(), np.abs(k).max())
     for gradient in run.d_inputs[:2]:
         assert gradient is not None and np.abs(gradient).max() <= bound
@@ -127,7 +136,7 @@ def test_a_single_visible_key(backend: Backend, tokens: int, window: int | None)
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(backend: Backend, side: str) -> None:
-    """Padded rows are exactly 0 with 0 gradient; the others equal the row run without padding (its bits, at the right)."""
+    """Padded rows are exactly 0 with 0 gradient; the others equal the row run without padding (bits, at the right)."""
     tokens, valid = 45, 34
     q, k, v, d_out = arrays((tokens, tokens, 2, 1, 16), batch=2)
     keep = slice(tokens - valid, tokens) if side == "left" else slice(0, valid)
@@ -151,7 +160,9 @@ def test_packed_rows_equal_separate_ones(backend: Backend) -> None:
     packed = attend(backend, q, k, v, d_out, (segments, segments), window=18)
     for part in (slice(0, 20), slice(20, 50)):
         alone = attend(backend, q[:, part], k[:, part], v[:, part], d_out[:, part], window=18)
-        for got, want in zip((*packed.outputs, *packed.d_inputs[:3]), (*alone.outputs, *alone.d_inputs[:3])):
+        for got, want in zip(
+            (*packed.outputs, *packed.d_inputs[:3]), (*alone.outputs, *alone.d_inputs[:3]), strict=True
+        ):
             assert got is not None and want is not None
             assert relative_error(got[:, part], want) < 30 * U32
 
@@ -162,7 +173,9 @@ def test_batched_is_alone_bit_for_bit(backend: Backend, head_dim: int) -> None:
     batched = attend(backend, q, k, v, d_out)
     for row in range(3):
         alone = attend(backend, *(a[row : row + 1] for a in (q, k, v, d_out)))
-        for got, want in zip((*batched.outputs, *batched.d_inputs[:3]), (*alone.outputs, *alone.d_inputs[:3])):
+        for got, want in zip(
+            (*batched.outputs, *batched.d_inputs[:3]), (*alone.outputs, *alone.d_inputs[:3]), strict=True
+        ):
             assert got is not None and want is not None
             assert_same_bits(got[row : row + 1], want, f"row {row}")
 
@@ -183,12 +196,16 @@ def test_query_chunks_are_the_whole_bit_for_bit(backend: Backend, dtype: str, wi
 
 
 def test_underflow_does_not_break_chunking(backend: Backend) -> None:
-    """An output that underflows to -0 before a tile that the row cannot see keeps its bits."""
-    q, k, v, _ = arrays((40, 40, 1, 1, 16))
-    q[:], k[:], v[:] = 0, 0, -1e-45
-    whole = attend(backend, q, k, v, q, heads=(1, 1))
-    part = attend(backend, q[:, :20], k[:, :20], v[:, :20], q[:, :20], heads=(1, 1))
-    assert_same_bits(np.ascontiguousarray(whole.outputs[0][:, :20]), part.outputs[0])
+    """A row whose sum underflows to -0 before a tile that it cannot see has the bits it has without that tile.
+
+    The first tile's sum is -4e-44; the second tile's larger scores scale it by exp(-9), to -0, and add +0. Queries 57
+    to 63 share their tile with queries that see the third tile, whose +0 would make +0 of it.
+    """
+    q, k, v = (np.zeros((1, 77, 16), np.float32) for _ in range(3))
+    q[..., 0], k[:, 32:, 0], v[:, :32] = 1.0, 9.0, -1e-45
+    for keys in (77, 62):
+        run = attend(backend, q[:, 57:keys], k[:, :keys], v[:, :keys], q[:, 57:keys], heads=(1, 1), scale=1.0)
+        assert_same_bits(run.outputs[0][:, :5], np.zeros((1, 5, 16), np.float32), f"{keys} keys")
 
 
 def test_same_bits_every_time_and_in_any_thread_order(backend: Backend) -> None:
@@ -198,7 +215,7 @@ def test_same_bits_every_time_and_in_any_thread_order(backend: Backend) -> None:
     if isinstance(backend, HostBackend):
         again.append(attend(HostBackend(descending=True), q, k, v, d_out, heads=(4, 2)))
     for run in again:
-        for got, want in zip((*run.outputs, *run.d_inputs[:3]), (*first.outputs, *first.d_inputs[:3])):
+        for got, want in zip((*run.outputs, *run.d_inputs[:3]), (*first.outputs, *first.d_inputs[:3]), strict=True):
             assert got is not None and want is not None
             assert_same_bits(got, want)
 
@@ -238,7 +255,7 @@ def test_hidden_nan_does_not_leak(backend: Backend, kind: str, poison: float) ->
         q_bad, d_bad = q.copy(), d_out.copy()
         q_bad[:, poisoned], d_bad[:, poisoned] = poison, poison
         got = attend(backend, q_bad, k_bad, v_bad, d_bad, pair, **attrs)
-        for a, b in zip(got.d_inputs[:3], want.d_inputs[:3]):
+        for a, b in zip(got.d_inputs[:3], want.d_inputs[:3], strict=True):
             assert a is not None and b is not None
             assert_same_bits(np.ascontiguousarray(a[:, clean]), np.ascontiguousarray(b[:, clean]), kind)
     if kind == "padding":
@@ -282,7 +299,7 @@ def test_large_and_tiny_values(backend: Backend, magnitude: float) -> None:
 
 
 def test_lse_and_memory(backend: Backend) -> None:
-    """lse is the log-sum-exp, -inf where nothing is visible; temporaries are two floats a row, so no scores are kept."""
+    """lse is the log-sum-exp, -inf where nothing is visible; temporaries are two floats a row: no scores are kept."""
     q, k, v, d_out = arrays((40, 40, 2, 1, 16))
     segments = np.zeros((1, 40), np.int32)
     segments[0, :3] = -1
@@ -294,7 +311,9 @@ def test_lse_and_memory(backend: Backend) -> None:
         saved = OP.forward(rec, x, (), [out], attrs)
         lse = session.empty(Spec((1, 2, 40), "float32"))
         rec.launches = [
-            type(launch)(launch.kernel, launch.grid, launch.block, tuple(lse if a is saved[6] else a for a in launch.args))
+            type(launch)(
+                launch.kernel, launch.grid, launch.block, tuple(lse if a is saved[6] else a for a in launch.args)
+            )
             for launch in rec.launches
         ]
         session.execute(rec)
@@ -315,7 +334,10 @@ def test_unwanted_gradients_are_left_out(backend: Backend) -> None:
     for wanted in range(3):
         with Session(backend) as session:
             x: list[Tensor | None] = [*(session.put(a) for a in (q, k, v)), None, None]
-            out, target = session.empty(Spec(q.shape, "float32")), session.empty(Spec((q, k, v)[wanted].shape, "float32"))
+            out, target = (
+                session.empty(Spec(q.shape, "float32")),
+                session.empty(Spec((q, k, v)[wanted].shape, "float32")),
+            )
             rec = Recorder(backend.capability)
             saved = OP.forward(rec, x, (), [out], attrs)
             d_inputs: list[Tensor | None] = [target if i == wanted else None for i in range(5)]

@@ -1,8 +1,8 @@
 """Cross-entropy: loss, argmax and gradient against the fp64 reference; ties, NaN, ignored and refused labels.
 
 Tolerance. Logits of size 1: exp (2 u), a sum of V terms in two levels (opcheck.tolerance), log and two additions of the
-size of log V <= 12 (so up to 4 u absolute where the loss is near 0: relative to a tensor of losses of size log V that is
-within the stages). Gradients: exp(x - lse) adds the same again, and one rounding to the logits' dtype.
+size of log V <= 12 (so up to 4 u absolute where the loss is near 0: relative to a tensor of losses of size log V that
+is within the stages). Gradients: exp(x - lse) adds the same again, and one rounding to the logits' dtype.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import pytest
 
 from cupyllm import ops
 from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec
-from cupyllm.backend.eager import run_op
+from cupyllm.backend.eager import Session, run_op
+from cupyllm.backend.record import Recorder
 from cupyllm.errors import InputError
 from cupyllm.ops.cases import Drawn, draw
 from cupyllm.ops.op import Case
@@ -33,6 +34,15 @@ def limits(case: Case, dtype: str) -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_reference(backend: Backend, case: Case, dtypes: tuple[str, str]) -> None:
     opcheck.check(backend, "linear", case, *dtypes, limit=limits(case, dtypes[0]))
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+def test_float32_output_of_bfloat16_activations(backend: Backend, weight_dtype: str) -> None:
+    """The LM head: logits keep fp32's digits, d_x is rounded once."""
+    case = Case("head", ((5, 33),), ((70, 33), (70,)), {"out_dtype": "float32"})
+    limit = {**limits(case, "float32"), "d_input0": opcheck.tolerance("bfloat16", 70)}
+    result = opcheck.check(backend, "linear", case, "bfloat16", weight_dtype, limit=limit)
+    assert result.got["output0"].dtype == np.float32 and result.got["d_input0"].dtype.name == "bfloat16"
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[-2]], ids=lambda case: case.name)
@@ -70,6 +80,20 @@ def test_long_sums_have_two_levels(backend: Backend, shape: tuple[int, int, int]
     )
     sequential = abs(float(np.cumsum(terms)[-1]) / float(np.sum(terms, dtype=np.float64)) - 1)
     assert sequential > limit, "the limit would not notice a sum in one sequence"
+
+
+def test_bias_gradient_has_two_levels(backend: Backend) -> None:
+    """400000 rows over 8 warps: in runs of 128 u sqrt(128/3 + 390/3)/sqrt(8) = 5 u, in sequences of 50000 46 u."""
+    d_y = np.random.default_rng(0).random((400_000, 1)).astype(np.float32)
+    with Session(backend) as session:
+        source, target = session.put(d_y), session.empty(Spec((1,), "float32"))
+        x, weight = session.empty(Spec((400_000, 1), "float32")), session.empty(Spec((1, 1), "float32"))
+        rec = Recorder(backend.capability)
+        OP.backward(rec, (x, weight), [source], [None], [None, target], {}, False)
+        session.execute(rec)
+        error = opcheck.relative_error(session.get(target), d_y.sum(axis=0, dtype=np.float64))
+    print(f"{error:.2e}")
+    assert error < 15 * opcheck.U32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -173,6 +197,11 @@ def test_infer_refuses(inputs: list[Spec | None], params: list[Spec], message: s
     with pytest.raises(InputError, match=message) as caught:
         OP.infer(inputs, params, {})
     assert str(caught.value).startswith("linear: ") and "\n" not in str(caught.value)
+
+
+def test_infer_refuses_an_output_dtype() -> None:
+    with pytest.raises(InputError, match="linear: out_dtype is float16, expected float32 or bfloat16"):
+        OP.infer([Spec((2, 3), "float32")], [Spec((4, 3), "float32")], {"out_dtype": "float16"})
 
 
 def test_cost_counts_the_products() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupyllm import ops
-from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec
+from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec, Tensor
 from cupyllm.backend.eager import run_op
 from cupyllm.errors import InputError
 from cupyllm.ops.cases import draw
@@ -153,6 +153,14 @@ def test_forms_and_unwanted_gradients() -> None:
         "rmsnorm_backward_weight",
         "rmsnorm_backward_weight_sum",
     ]
+
+
+def test_weight_gradient_needs_little_scratch() -> None:
+    """At most 256 slabs, however many tokens: 128 KiB for a head of 128."""
+    rec = opcheck.record("rmsnorm", Case("long", ((65536, 64 * 128),), ((128,),), EPS))
+    (partial,) = (launch for launch in rec.launches if "weight_sum" in launch.kernel.symbol)
+    slabs = partial.args[0]
+    assert isinstance(slabs, Tensor) and slabs.shape == (256, 128)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ CONFIGS = {
     "llama3-tiny": RopeConfig(1e4, "llama3", factor=4.0, original_max_position_embeddings=32),
     "yarn": RopeConfig(1e6, "yarn", factor=4.0, original_max_position_embeddings=32768),
     "yarn-untruncated": RopeConfig(1e6, "yarn", factor=4.0, original_max_position_embeddings=32768, truncate=False),
-    "yarn-tiny": RopeConfig(1e4, "yarn", factor=2.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5),
+    "yarn-tiny": RopeConfig(
+        1e4, "yarn", factor=2.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.5
+    ),
     "yarn-factor": RopeConfig(1e6, "yarn", factor=4.0, original_max_position_embeddings=32768, attention_factor=1.5),
 }
 
@@ -57,11 +59,13 @@ def test_own_cases(backend: Backend, case: Case, dtype: str) -> None:
 def test_table_is_right_at_any_angle(backend: Backend, seed: int) -> None:
     """Within 0.51 ulp of the exact cosine of the float32 angle, up to positions of 2^31 and for negative ones."""
     rng = np.random.default_rng(seed)
-    positions = np.concatenate([np.arange(70), [257, 40959, 131071, 2**31 - 1, -1, -40959], rng.integers(0, 2**31, 300)])
+    positions = np.concatenate(
+        [np.arange(70), [257, 40959, 131071, 2**31 - 1, -1, -40959], rng.integers(0, 2**31, 300)]
+    )
     inv_freq = np.concatenate([inverse_frequencies(RopeConfig(1e6), 128)[0], rng.random(7).astype(np.float32)])
     got = device_table(backend, positions, inv_freq)
     angles = (positions.astype(np.int32).astype(np.float32)[:, None] * inv_freq).astype(np.float64)
-    for name, table in zip(("cos", "sin"), got):
+    for name, table in zip(("cos", "sin"), got, strict=True):
         want = getattr(np, name)(angles)  # float64, right to 1e-16 at any angle
         ulp = np.spacing(np.abs(want).astype(np.float32)).astype(np.float64)
         error = (np.abs(table - want) / ulp).max()
@@ -74,7 +78,7 @@ def test_table_times_factor(backend: Backend) -> None:
     inv_freq, factor = inverse_frequencies(CONFIGS["yarn"], 64)
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
     plain, scaled = (device_table(backend, np.arange(300), inv_freq, f) for f in (1.0, factor))
-    for a, b in zip(plain, scaled):
+    for a, b in zip(plain, scaled, strict=True):
         assert_same_bits(a * np.float32(factor), b)
 
 
@@ -85,7 +89,7 @@ def test_backward_is_the_transpose(backend: Backend) -> None:
     drawn.inputs[2:] = [a * np.float32(1.5) for a in drawn.inputs[2:] if a is not None]
     turned = run(backend, "rope", case, drawn, None, "float32").outputs
     back = run(backend, "rope", case, drawn, list(turned), "float32").d_inputs
-    for got, x in zip(back[:2], drawn.inputs[:2]):
+    for got, x in zip(back[:2], drawn.inputs[:2], strict=True):
         assert got is not None and x is not None
         np.testing.assert_allclose(got, 2.25 * x, rtol=0, atol=20 * 2**-24 * 2.25 * np.abs(x).max())
 

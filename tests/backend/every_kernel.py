@@ -1,0 +1,93 @@
+"""Every kernel that any launcher can ask for, found by recording launchers on tensors that have no memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cupyllm import ops
+from cupyllm.backend.base import KernelSpec, Launch, Spec, Tensor, fixed
+from cupyllm.backend.record import Recorder
+from cupyllm.ops import adamw, grad_norm, rope
+from cupyllm.ops.cases import FLOAT_DTYPES, op_attrs, specs
+from cupyllm.ops.op import Case, Op, Variant
+from tests.ops.opcheck import DTYPE_PAIRS
+
+_ADDRESSES = itertools.count(1 << 40, 1 << 40)
+
+
+@dataclass(frozen=True)
+class Use:
+    variant: str  # "plain"
+    threads: int  # of its largest block
+
+
+@lru_cache(maxsize=None)
+def every_kernel(capability: int) -> dict[KernelSpec, Use]:
+    """Each kernel that a device of this capability may be given, and how."""
+    found: dict[KernelSpec, Use] = {}
+    for name in ops.GRAPH_OPS:
+        op = ops.get(name)
+        for variant in op.variants:
+            if variant.min_capability <= capability:
+                _note(found, variant.name, _of_variant(op, variant, capability))
+    _note(found, "plain", _outside_the_graph(capability))
+    return found
+
+
+def tensor(spec: Spec) -> Tensor:
+    """A tensor somewhere."""
+    return fixed(next(_ADDRESSES), spec.shape, spec.dtype)
+
+
+def record_case(rec: Recorder, op: Op, case: Case, dtype: str, weight_dtype: str, accumulate: bool = False) -> None:
+    """Record forward and backward of a case."""
+    x_specs, w_specs = specs(case, dtype, weight_dtype)
+    x, w = [None if spec is None else tensor(spec) for spec in x_specs], [tensor(spec) for spec in w_specs]
+    attrs = op_attrs(op.name, case, dtype)
+    y = [tensor(spec) for spec in op.infer(x, w, attrs)]
+    saved = op.forward(rec, x, w, y, attrs)
+    d_y = [tensor(t) if t.dtype in FLOAT_DTYPES else None for t in y]
+    d_x = [tensor(t) if t is not None and op.differentiable[i] else None for i, t in enumerate(x)]
+    op.backward(rec, saved, d_y, d_x, [tensor(Spec(t.shape, "float32")) for t in w], attrs, accumulate)
+
+
+def _note(found: dict[KernelSpec, Use], variant: str, launches: Iterable[Launch]) -> None:
+    for launch in launches:
+        before = found.get(launch.kernel, Use(variant, 0))
+        found[launch.kernel] = Use(before.variant, max(before.threads, math.prod(launch.block)))
+
+
+def _of_variant(op: Op, variant: Variant, capability: int) -> Iterator[Launch]:
+    for case in op.cases():
+        for dtype, weight_dtype in DTYPE_PAIRS:
+            inputs, params = specs(case, dtype, weight_dtype)
+            if not variant.fits([spec for spec in inputs if spec is not None], params, case.attrs):
+                continue
+            for accumulate in (False, True):
+                rec = Recorder(capability, {op.name: variant.name})
+                record_case(rec, op, case, dtype, weight_dtype, accumulate)
+                yield from rec.launches
+
+
+def _outside_the_graph(capability: int) -> list[Launch]:
+    rec = Recorder(capability)
+    p, g, m, v = (tensor(Spec((1000,), "float32")) for _ in range(4))
+    for p16 in (None, "bfloat16", "float16"):
+        adamw.adamw(rec, p, g, m, v, tensor(adamw.SCALARS), p16 and tensor(Spec((1000,), p16)))
+    grad_norm.sum_of_squares(rec, g, tensor(Spec((2,), "float64")))
+    grad_norm.scale(rec, g, tensor(grad_norm.FACTOR))
+    table = Spec((100, 64), "float32")
+    positions = tensor(Spec((100,), "int32"))
+    rope.rope_table(rec, positions, tensor(Spec((64,), "float32")), 1.0, tensor(table), tensor(table))
+    # The LM head: float32 logits from bfloat16 activations.
+    linear = ops.get("linear")
+    for weight_dtype in ("float32", "bfloat16", "float16"):
+        x, w = tensor(Spec((3, 64), "bfloat16")), tensor(Spec((320, 64), weight_dtype))
+        y, attrs = tensor(Spec((3, 320), "float32")), {"out_dtype": "float32"}
+        saved = linear.forward(rec, [x], [w], [y], attrs)
+        linear.backward(rec, saved, [tensor(y)], [tensor(x)], [tensor(Spec(w.shape, "float32"))], attrs, False)
+    return rec.launches
