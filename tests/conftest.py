@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The emulator, and the GPU where there is one."""
     device: Backend
     if request.param == "host":
-        device = HostBackend()
+        device = HostBackend(deferred=True)
     else:
         from cupyllm.backend.cuda import CudaBackend
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupyllm import check, graph
-from cupyllm.backend.base import Backend, Spec
+from cupyllm.backend.base import Backend, Spec, fixed
 from cupyllm.backend.eager import Session
 from cupyllm.backend.record import Recorder, arena_layout
 from cupyllm.graph import Node
@@ -76,10 +76,10 @@ def test_the_arena_is_smaller_than_the_sum_of_its_tensors() -> None:
     """Lifetimes are used: a layer's forward fits in well under half of what its values add up to."""
     config = check.small_layer()
     x, params, _ = check.layer_inputs(config, 64, "float32", 0)
-    from cupyllm.backend.base import fixed
-
     rec = Recorder(80)
-    values = {name: fixed(256, shape, "float32") for name, shape in {"x": x.shape, "cos": (64, 8), "sin": (64, 8)}.items()}
+    values = {
+        name: fixed(256, shape, "float32") for name, shape in {"x": x.shape, "cos": (64, 8), "sin": (64, 8)}.items()
+    }
     weights = {name: fixed(256, p.shape, "float32") for name, p in params.items()}
     y = fixed(256, x.shape, "float32")
     graph.forward(rec, layer_nodes(config, 0, 1, 64, False), values, weights, {"y": y})

@@ -46,6 +46,7 @@ def run(
             batch, origin = inputs.token_ids(weights.config, weights.codec, prompt, prompt_file, ids)
             output.note(f"input: {batch.size} tokens in {batch.shape[0]} row(s), {origin}")
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
+            output.begin()
             with closing(session.make_engine(weights.checkpoint, runtime, chosen, forced, weights.codec)) as engine:
                 wanted = logits_out is not None or check_lossless
                 result = _pass(engine, batch, "resident" if stream is False else "stream", wanted)

@@ -25,6 +25,7 @@ def run(*, ops: tuple[str, ...], layer: bool, size: str | None, backend: str, dt
         raise InputError("--size is the layer's shape and --op alone checks no layer; add --layer or leave out --size")
     output = Output(as_json)
     with session.open_runtime(output, backend, dtype) as runtime:
+        output.begin()
         names = list(dict.fromkeys(ops)) if ops or layer else None
         report, seconds = examine(runtime, names, layer or not ops, size, dtype or "float32")
         values = {

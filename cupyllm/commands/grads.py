@@ -41,6 +41,7 @@ def run(
             num_bytes = sum(4 * int(np.prod(shape)) for _, shape in specs.values())
             require_space(inputs.parent(out), num_bytes)
             chosen = session.choose_dtype(dtype, runtime, source)
+            output.begin()
             began = time.perf_counter()
             with (
                 closing(session.make_engine(source, runtime, chosen, forced)) as engine,

@@ -16,17 +16,31 @@ _PLAIN_INTERVAL_SECONDS = 10.0  # between progress lines where stderr is no term
 
 
 class Output:
-    """Notes first (backend, weights, text), then one result."""
+    """Notes first (backend, weights, text), then one result.
+
+    Notes are held back until `begin`, when all input has been accepted, so that a refusal is one line and nothing else.
+    """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self._held: list[str] | None = []
 
     def note(self, line: str) -> None:
         """A line a reader should see before the result; on stderr with --json."""
-        print(line, file=sys.stderr if self.as_json else sys.stdout, flush=True)
+        if self._held is not None:
+            self._held.append(line)
+        else:
+            print(line, file=sys.stderr if self.as_json else sys.stdout, flush=True)
+
+    def begin(self) -> None:
+        """The input is good and the work starts: show the notes, from now on at once."""
+        held, self._held = self._held or [], None
+        for line in held:
+            self.note(line)
 
     def result(self, values: Mapping[str, Any], lines: Sequence[str]) -> None:
         """The JSON object, or the lines for a reader."""
+        self.begin()
         if self.as_json:
             print(json.dumps(plain(values), allow_nan=False), flush=True)
         else:

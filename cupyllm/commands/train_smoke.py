@@ -51,6 +51,7 @@ def run(
             batch = builtin_ids(weights.codec, tokens)[None]
             output.note(f"input: {tokens} tokens of built-in text, {weights.codec.description}")
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
+            output.begin()
             values = train(weights.checkpoint, runtime, chosen, batch, steps=steps, lr=lr, clip=clip, forced=forced)
             device_bytes, allocator_bytes = session.device_peaks(runtime)
             values.update(

@@ -17,6 +17,7 @@ def run(*, model: str | None, backend: str, out: str, as_json: bool) -> int:
     with session.open_runtime(output, backend, None) as runtime:
         make_directory(Path(out))
         check_writable(str(Path(out) / "verify.md"), "--out")
+        output.begin()
         report = verify.verify(model, runtime, output.note)
     json_path, markdown_path = verify.write(report, out)
     values = {**report.to_json(), "report": [show_path(json_path), show_path(markdown_path)]}

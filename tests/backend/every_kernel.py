@@ -77,7 +77,7 @@ def _outside_the_graph(capability: int) -> list[Launch]:
     rec = Recorder(capability)
     p, g, m, v = (tensor(Spec((1000,), "float32")) for _ in range(4))
     for p16 in (None, "bfloat16", "float16"):
-        adamw.adamw(rec, p, g, m, v, tensor(adamw.SCALARS), p16 and tensor(Spec((1000,), p16)))
+        adamw.adamw(rec, p, g, m, v, tensor(adamw.SCALARS), None if p16 is None else tensor(Spec((1000,), p16)))
     grad_norm.sum_of_squares(rec, g, tensor(Spec((2,), "float64")))
     grad_norm.scale(rec, g, tensor(grad_norm.FACTOR))
     table = Spec((100, 64), "float32")

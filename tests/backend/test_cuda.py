@@ -16,7 +16,7 @@ import pytest
 from cupyllm.backend.base import KernelSpec, fixed
 from cupyllm.backend.eager import Session
 from cupyllm.backend.record import Recorder
-from cupyllm.errors import BackendError, OutOfMemory
+from cupyllm.errors import OutOfMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def test_barrier_and_arguments(gpu: Any) -> None:
         y = session.put(np.zeros_like(x))
         launch(session, "reverse", 5, 256, session.put(x), y)
         np.testing.assert_array_equal(session.get(y), x[:, ::-1])
-        out = session.put(np.float32([1.1, 1.3, -1.43, np.nan, np.inf]))
+        out = session.put(np.array([1.1, 1.3, -1.43, np.nan, np.inf], np.float32))
         values = session.put(np.zeros(16, np.float32))
         launch(session, "maths", 1, 1, out, values, np.float32(2.5), np.float64(0.1))
         got = session.get(values)
@@ -203,7 +203,7 @@ def test_failing_kernel_is_named() -> None:
     code = (
         "rec = Recorder(80)\n"
         "rec.node = 'layers.3.bad'\n"
-        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(1 << 50, (32,), 'float32'))\n"
+        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(1 << 40, (32,), 'float32'))\n"
         "backend.run(backend.load(rec.launches))\n"
         "try:\n"
         "    backend.synchronize()\n"
@@ -220,7 +220,7 @@ def test_impossible_launch_names_kernel_and_node() -> None:
         "import dataclasses\n"
         "rec = Recorder(80)\n"
         "rec.node = 'layers.0.wide'\n"
-        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(1 << 50, (32,), 'float32'))\n"
+        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(1 << 40, (32,), 'float32'))\n"
         "bad = dataclasses.replace(rec.launches[0], block=(2000, 1, 1))\n"
         "try:\n"
         "    backend.run(backend.load([bad]))\n"

@@ -126,7 +126,7 @@ def around_every_16_bit_value(dtype: Any) -> np.ndarray:
         middle = (values.astype(np.float64) + following) / 2
         points = np.concatenate([values, middle[np.isfinite(middle)].astype(np.float32)])
         below, above = np.nextafter(points, np.float32(-np.inf)), np.nextafter(points, np.float32(np.inf))
-    return np.concatenate([points, below, above, np.float32([np.inf, -np.inf, np.nan, -np.nan, 3.4e38])])
+    return np.concatenate([points, below, above, np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)])
 
 
 @pytest.mark.parametrize(("symbol", "dtype"), [("round_bf16", ml_dtypes.bfloat16), ("round_f16", np.float16)])
@@ -144,7 +144,7 @@ def test_rounding_to_16_bits_is_numpys(session: Session, symbol: str, dtype: Any
 
 
 def test_maths(session: Session) -> None:
-    x = np.float32([1.1, 1.3, -1.43, np.nan, np.inf])
+    x = np.array([1.1, 1.3, -1.43, np.nan, np.inf], np.float32)
     y = floats(session, 16)
     launch(session, "maths", 1, 1, session.put(x), y, np.float32(2.5), np.float64(0.1))
     a, b, c = (float(value) for value in x[:3])
@@ -153,9 +153,9 @@ def test_maths(session: Session) -> None:
     assert fused != separate  # the compiler must not contract one into the other
     got = session.get(y)
     want = [fused, separate, 1, 1, np.exp(a), np.log(a), a**-0.5, a**0.5, np.sin(a), np.cos(a), a**2.5, 0.1]
-    np.testing.assert_array_equal(got[:4], np.float32(want[:4]))
+    np.testing.assert_array_equal(got[:4], np.array(want[:4], np.float32))
     np.testing.assert_allclose(got[4:12], want[4:], rtol=2 * 2.0**-23)  # CUDA promises 2 ulp or better for these
-    np.testing.assert_array_equal(got[12:], np.float32([1, 1, 0, 3]))
+    np.testing.assert_array_equal(got[12:], np.array([1, 1, 0, 3], np.float32))
 
 
 def test_writes_outside_a_buffer_are_errors(session: Session) -> None:

@@ -39,9 +39,7 @@ class Poisoned(ReferenceEngine):
     poison: float | None = None
     target = "model.layers.1.mlp.up_proj.weight"
 
-    def loss_and_grads(
-        self, ids: np.ndarray, labels: np.ndarray, sink: GradientSink, **options: object
-    ) -> LossResult:
+    def loss_and_grads(self, ids: np.ndarray, labels: np.ndarray, sink: GradientSink, **options: object) -> LossResult:
         def poisoned(name: str, gradient: np.ndarray) -> None:
             gradient = gradient.copy()
             if self.poison is not None and name == self.target:
