@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import lru_cache
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy loads: workers run side by side, BLAS must not spin
 
 import pytest
 
@@ -22,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and missing_gpu() is not None:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; {missing_gpu()}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [r for r in terminalreporter.getreports("skipped") if "gpu" in r.keywords]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests marked gpu could not run: {missing_gpu()}")
 
 
 @pytest.fixture(scope="session", params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])

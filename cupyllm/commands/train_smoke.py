@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -51,8 +52,17 @@ def run(
             batch = builtin_ids(weights.codec, tokens)[None]
             output.note(f"input: {tokens} tokens of built-in text, {weights.codec.description}")
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
-            output.begin()
-            values = train(weights.checkpoint, runtime, chosen, batch, steps=steps, lr=lr, clip=clip, forced=forced)
+            values = train(
+                weights.checkpoint,
+                runtime,
+                chosen,
+                batch,
+                steps=steps,
+                lr=lr,
+                clip=clip,
+                forced=forced,
+                begin=output.begin,
+            )
             device_bytes, allocator_bytes = session.device_peaks(runtime)
             values.update(
                 layers=weights.config.num_hidden_layers,
@@ -77,8 +87,11 @@ def train(
     lr: float | None = None,
     clip: float = 1.0,
     forced: dict[str, str] | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """`steps` updates on ids [B,T]; losses before each and after the last, norms and clip coefficients.
+
+    `begin` is called once the training state is known to fit. Raises OutOfMemory when it does not.
 
     `ok` unless a loss is not below the one before. A run that stops itself on non-finite gradients is not ok.
     """
@@ -95,6 +108,7 @@ def train(
         clip=clip,
         available_bytes=available_bytes(),
     )
+    begin()
     with closing(trainer), progress("training, steps") as on_step, np.errstate(over="ignore", invalid="ignore"):
         try:
             for step in range(steps):

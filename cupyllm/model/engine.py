@@ -265,6 +265,7 @@ class DeviceEngine:
 
     def close(self) -> None:
         """Free every device and pinned byte."""
+        self.backend.synchronize()  # after an error in the middle of a pass its launches are still queued
         if self._pass is not None:
             self._pass.close()
             self._pass = None

@@ -203,7 +203,7 @@ def test_failing_kernel_is_named() -> None:
     code = (
         "rec = Recorder(80)\n"
         "rec.node = 'layers.3.bad'\n"
-        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(1 << 40, (32,), 'float32'))\n"
+        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(256, (32,), 'float32'))\n"
         "backend.run(backend.load(rec.launches))\n"
         "try:\n"
         "    backend.synchronize()\n"
@@ -220,7 +220,7 @@ def test_impossible_launch_names_kernel_and_node() -> None:
         "import dataclasses\n"
         "rec = Recorder(80)\n"
         "rec.node = 'layers.0.wide'\n"
-        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(1 << 40, (32,), 'float32'))\n"
+        f"rec.launch(KernelSpec({SOURCE!r}, 'add_one'), 1, 32, fixed(256, (32,), 'float32'))\n"
         "bad = dataclasses.replace(rec.launches[0], block=(2000, 1, 1))\n"
         "try:\n"
         "    backend.run(backend.load([bad]))\n"

@@ -29,6 +29,7 @@ from tests.hostcuda.build import build
 GUARD_BYTES = 512
 GUARD = b"\xa5" * GUARD_BYTES
 FREED = 0xFD
+_QUEUES = threading.RLock()  # of all streams: work of one drains another where it waits for an event
 _LOCK = threading.Lock()  # a compiled kernel's fibers are static data: one launch at a time
 
 
@@ -82,16 +83,18 @@ class HostStream:
         self.submitted = self.done = 0
 
     def submit(self, work: Callable[[], None]) -> None:
-        self.queue.append(work)
-        self.submitted += 1
+        with _QUEUES:
+            self.queue.append(work)
+            self.submitted += 1
         if not self.deferred:
             self.drain(self.submitted)
 
     def drain(self, ticket: int) -> None:
-        while self.done < ticket:
-            work = self.queue.popleft()
-            self.done += 1
-            work()
+        with _QUEUES:  # a thread that waits must not go on while another one is inside the work it waits for
+            while self.done < ticket:
+                work = self.queue.popleft()
+                self.done += 1
+                work()
 
 
 @dataclass

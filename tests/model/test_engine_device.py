@@ -34,7 +34,12 @@ def test_logits_loss_hidden_states_and_every_gradient(folder: Path, backend: Bac
 
 @pytest.mark.parametrize("folder", HF_BF16, ids=lambda path: path.name)
 def test_bfloat16_errs_no_more_than_hugging_face(folder: Path, backend: Backend) -> None:
-    """Relative L2 error against the float64 reference, tensor by tensor, at most 1.1 times transformers' bfloat16."""
+    """Relative L2 error against the float64 reference: at most 1.1 times transformers' bfloat16.
+
+    Logits and hidden states hold thousands of rounding errors, and so does the whole of the gradients. A norm's
+    gradient has as few as 16 elements: the L2 norm of n independent errors scatters by 1/sqrt(2n), the ratio of two by
+    1/sqrt(n), so a single tensor may exceed the bound by three of those.
+    """
     expected, meta = load(folder)
     recorded = meta["hf_bfloat16_relative_l2_error_vs_float64_reference"]
     with Checkpoint.open(folder) as checkpoint:
@@ -43,9 +48,17 @@ def test_bfloat16_errs_no_more_than_hugging_face(folder: Path, backend: Backend)
             ours, _, _ = compute(engine, expected)
     errors = {name: np.linalg.norm(ours[name] - want[name]) / np.linalg.norm(want[name]) for name in recorded}
     ratios = {name: errors[name] / recorded[name] for name in recorded if name != "loss" and recorded[name]}
+    gradients = [ratio for name, ratio in ratios.items() if name.startswith("grad.")]
     worst = max(ratios, key=lambda name: ratios[name])
     print(f"{folder.name}: logits {ratios['logits']:.3f}, worst {worst} {ratios[worst]:.3f}")
-    assert ratios[worst] <= 1.1, worst
+    assert ratios["logits"] <= 1.1
+    if gradients:
+        mean = float(np.exp(np.mean(np.log(gradients))))
+        print(f"gradients: geometric mean {mean:.3f}")
+        assert mean <= 1.0
+    for name, ratio in ratios.items():
+        scatter = 3 / np.sqrt(want[name].size) if name.startswith("grad.") else 0.0
+        assert ratio <= 1.1 * (1 + scatter), name
 
 
 def golden(name: str) -> dict[str, np.ndarray]:
