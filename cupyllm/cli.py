@@ -35,6 +35,8 @@ class Commands(click.Group):
             fail(str(error))
         except MemoryError as error:
             fail(f"not enough host memory: {error or 'an allocation failed'}; use a smaller shape or fewer tokens")
+        except click.exceptions.NoArgsIsHelpError:
+            fail(f"no command was given, expected one of {', '.join(self.commands)}; see `cupyllm --help`")
         except click.UsageError as error:
             where = f"; see `{error.ctx.command_path} --help`" if error.ctx is not None else ""
             fail(error.format_message().rstrip(".") + where)

@@ -107,9 +107,8 @@ class Report:
         return "\n".join([*head, *rows, *tables]) + "\n"
 
 
-def verify(model: str | None, runtime: Runtime, say: Callable[[str], None]) -> Report:
-    """Run every proof; `say` gets one line for each as it ends. A `model` that cannot be opened raises."""
-    checkpoint = None if model is None else Checkpoint.open(model)
+def verify(checkpoint: Checkpoint | None, runtime: Runtime, say: Callable[[str], None]) -> Report:
+    """Run every proof, those on `checkpoint` too where there is one; `say` gets one line for each as it ends."""
     machine = doctor.examine()
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     report = Report(machine, commit(), runtime.name, _device_name(runtime), when)
@@ -123,8 +122,6 @@ def verify(model: str | None, runtime: Runtime, say: Callable[[str], None]) -> R
         done.name, done.seconds = name, time.perf_counter() - began
         report.proofs.append(done)
         say(f"{'ok  ' if done.ok else 'FAIL'} {name}: {done.line} ({done.seconds:.1f} s)")
-    if checkpoint is not None:
-        checkpoint.close()
     return report
 
 

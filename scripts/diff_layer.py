@@ -89,10 +89,10 @@ def compare_layer(
         wanted = module.backward(saved, *_wide(d_outputs))
         names = [*node.inputs, *node.params]
         # The reference also answers for a bias that a linear node does not have: with None, at the end.
-        for name, got, want in zip(names, [*run.d_inputs, *run.d_params], wanted, strict=False):
-            if got is None or want is None:
+        for name, d_got, want in zip(names, [*run.d_inputs, *run.d_params], wanted, strict=False):
+            if d_got is None or want is None:
                 continue
-            rows.append(_row(node, f"d_{name}", got, want, dtype))
+            rows.append(_row(node, f"d_{name}", d_got, want, dtype))
             flat = want.reshape(-1, want.shape[-1])
             d_values[name] = d_values[name] + flat if name in d_values else flat
     return rows

@@ -54,6 +54,7 @@ def examine(
         tokens=SIZE_TOKENS if size is not None and on_device else SMALL_TOKENS,
         progress=_progress,
     )
+    _progress("")
     return report, time.perf_counter() - began
 
 

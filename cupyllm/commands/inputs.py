@@ -99,7 +99,7 @@ def save_npy(path: str, array: np.ndarray) -> None:
         with open(temporary, "wb") as file:
             # numpy.save writes by C's fwrite, whose error carries no errno.
             np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-            file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+            file.write(np.ascontiguousarray(array).data.cast("B"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

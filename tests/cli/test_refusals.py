@@ -36,6 +36,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        ([], "expected one of forward, grads"),
         (["frobnicate"], "frobnicate"),
         (["forward", "--frobnicate"], "--frobnicate"),
         (["forward", "--layers", 0], "--layers"),
@@ -69,6 +70,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (["forward", "--logits-out", "/tmp"], "is a directory"),
         (["grads", "--model", "x", "--ids", "y", "--out", "/nonexistent/g"], "/nonexistent/g"),
         (["grads", "--model", "x"], "--ids"),
+        (["verify", "--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B"),
         (["grad-check", "--op", "convolution"], "swiglu"),
         (["grad-check", "--op", "add", "--size", "0.6b"], "--layer"),
         (["train-smoke", "--lr", -1], "--lr"),
@@ -89,6 +91,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options(cli: Cli, no_work: None, arguments: list[object], named: str) -> None:
     line = cli(*arguments).refused()
     assert named in line
+    if not arguments:
+        return
     ran = cli(*arguments, "--json")  # the same with --json
     assert ran.status == 2 and ran.stdout == "" and len(ran.stderr.splitlines()) == 1
 
