@@ -51,9 +51,7 @@ Progress = Callable[[int, int], None]  # (bytes written, bytes in all); called f
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_BLOCK_VALUES = (
-    1 << 18
-)  # values of one pass; with a quarter, 8 threads queue for the interpreter at half the rate
+_BLOCK_VALUES = 1 << 18  # values of one pass; with a quarter, 8 threads queue for the interpreter at half the rate
 _TASK_VALUES = 1 << 21  # what one write call writes
 
 
