@@ -69,8 +69,8 @@ class LossResult:
     streamed_bytes: int = 0
 
 
-GradientSink = Callable[[str, np.ndarray], None]  # (full parameter name, float32 gradient; valid during the call)
-LayerCallback = Callable[[int, int], None]  # (layer done, of how many)
+GradientSink = Callable[[str, np.ndarray], None]  # (full parameter name, float32 gradient, which the sink then owns)
+LayerCallback = Callable[[int, int], None]  # (layer passes done, of how many: L forward, L more backward)
 
 
 class Engine(Protocol):

@@ -90,18 +90,16 @@ def backward(
     wanted = set(wanted)
     bind = bind or {}
     remaining = dict.fromkeys(wanted | bind.keys(), 0)
-    for node in nodes:
+    live = _live(nodes, d_values)
+    for node in live:
         for index, name in enumerate(node.inputs):
             if name in remaining and ops.get(node.op).differentiable[index]:
                 remaining[name] += 1
     gradients: dict[str, Tensor] = dict(d_values)
     add = ops.get("add")
-    for node in reversed(nodes):
+    for node in reversed(live):
         rec.node, op = node.name + ".backward", ops.get(node.op)
         d_outputs = [_seen(gradients[n], node) if n in gradients else None for n in node.outputs]
-        if all(d is None for d in d_outputs):
-            assert not any(name in wanted for name in node.inputs), f"{node.name} reads a wanted input and gets nothing"
-            continue
         sent: list[tuple[str, Tensor]] = []
         d_inputs: list[Tensor | None] = []
         for index, name in enumerate(node.inputs):
@@ -161,6 +159,17 @@ def table(nodes: Sequence[Node]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, (*widths, 0), strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _live(nodes: Sequence[Node], d_values: Mapping[str, Tensor]) -> list[Node]:
+    """The nodes that a gradient reaches, in order: a branch that leads to no seeded value has none to send back."""
+    reached, live = set(d_values), []
+    for node in reversed(nodes):
+        if reached.isdisjoint(node.outputs):
+            continue
+        live.append(node)
+        reached.update(name for index, name in enumerate(node.inputs) if ops.get(node.op).differentiable[index])
+    return live[::-1]
 
 
 def _seen(value: AnySpec, node: Node) -> AnySpec:

@@ -265,6 +265,8 @@ class _Child(threading.Thread):
                 self._compile(self._process, self._waiting.get_nowait())
         except queue.Empty:
             pass
+        except ValueError as error:  # what a broken child prints is no answer
+            self.failure = BackendError(f"kernel compiler: got an answer that is not JSON ({error}); run again")
         except (BackendError, StorageError) as error:
             self.failure = error
             while not self._waiting.empty():  # the other children finish what they have and stop

@@ -52,6 +52,9 @@ def prepare(
             raise InputError(
                 f"{name}: got {np.asarray(array).dtype} of shape {np.shape(array)}, expected integers {ids.shape}"
             )
+    for name, array in (("segments", segments), ("positions", positions)):
+        if array is not None:
+            _check_int32(name, np.asarray(array))
     unique, inverse = np.unique(ids.reshape(-1), return_inverse=True)
     part = np.zeros(ids.shape, np.int32) if segments is None else np.asarray(segments, np.int32)
     where = _positions(part) if positions is None else np.asarray(positions, np.int32)
@@ -59,6 +62,7 @@ def prepare(
         raise InputError(f"positions: got {where.min()}, expected >= 0")
     targets = np.full(ids.shape, IGNORE_INDEX, np.int32)
     if labels is not None:
+        labels = np.asarray(labels)
         _check_range("labels", labels, config.vocab_size, ignore=True)
         pairs = (part[:, :-1] == part[:, 1:]) & (part[:, 1:] >= 0)
         targets[:, :-1] = np.where(pairs, labels[:, 1:], IGNORE_INDEX)
@@ -86,6 +90,13 @@ def _positions(segments: np.ndarray) -> np.ndarray:
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
     first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
     return np.where(segments >= 0, index - first, 0).astype(np.int32)
+
+
+def _check_int32(name: str, array: np.ndarray) -> None:
+    limits = np.iinfo(np.int32)
+    if array.min() < limits.min or array.max() > limits.max:
+        bad = int(array.max()) if array.max() > limits.max else int(array.min())
+        raise InputError(f"{name}: got {bad}, expected numbers that fit in 32 bits")
 
 
 def _check_range(name: str, array: np.ndarray, vocab: int, ignore: bool = False) -> None:

@@ -58,11 +58,23 @@ class _Pass:
     """Device buffers and programs of one batch shape."""
 
     def __init__(self, engine: DeviceEngine, batch: int, tokens: int, segments: bool, training: bool) -> None:
-        config, backend = engine.config, engine.backend
+        backend = engine.backend
         self.engine, self.batch, self.tokens, self.segments, self.training = engine, batch, tokens, segments, training
         self.rows = batch * tokens
         self.buffers: list[Buffer] = []
         self.arena: Buffer | None = None
+        self.grads: Buffer | None = None
+        self.programs: dict[object, _Program] = {}
+        self.backend = backend
+        try:
+            self._allocate()
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self) -> None:
+        engine, config = self.engine, self.engine.config
+        batch, tokens, segments, training = self.batch, self.tokens, self.segments, self.training
         half = config.head_dim // 2
         wide = (self.rows, config.hidden_size)
         self.x = [self.tensor(wide, engine.dtype, f"residual {k}") for k in range(2)]
@@ -79,9 +91,6 @@ class _Pass:
         self.argmax = self.tensor((self.rows,), "int32", "argmax")
         self.chunk = min(self.rows, max(CHUNK_ROWS, LOGITS_BYTES // (4 * config.vocab_size) // CHUNK_ROWS * CHUNK_ROWS))
         self.logits = self.tensor((self.chunk, config.vocab_size), "float32", "logits")
-        self.grads: Buffer | None = None
-        self.programs: dict[object, _Program] = {}
-        self.backend = backend
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str) -> Tensor:
         spec = Spec(tuple(shape), dtype)
@@ -95,8 +104,9 @@ class _Pass:
         if self.arena is None or self.arena.nbytes < total:
             if self.arena is not None:
                 self.backend.synchronize()
-                self.arena.free()
                 self.programs.clear()  # they point into the old arena
+                arena, self.arena = self.arena, None
+                arena.free()
             self.arena = self.backend.allocate(max(total, 1), "arena")
         self.engine.chosen.update(rec.chosen)
         return self.backend.load(place(rec.launches, offsets, self.arena.address))
@@ -106,8 +116,9 @@ class _Pass:
         if self.grads is None or self.grads.nbytes < nbytes:
             if self.grads is not None:
                 self.backend.synchronize()
-                self.grads.free()
                 self.programs.clear()
+                grads, self.grads = self.grads, None
+                grads.free()
             self.grads = self.backend.allocate(nbytes, "gradients")
         return self.grads.address
 
@@ -169,12 +180,14 @@ class DeviceEngine:
     ) -> ForwardResult:
         batch = prepare(self.config, ids, labels, segments, positions)
         began = time.perf_counter()
+        if mode == "stream":
+            self._drop_head()
         state = self._begin(batch, training=False)
         hidden: dict[int, np.ndarray] = {}
         wanted, count = set(want_hidden), self.config.num_hidden_layers
         if 0 in wanted:
             hidden[0] = self._download_rows(state.x[0], batch)
-        for index, parity, lay, address in self._layers(mode):
+        for index, parity, lay, address in self.walk_layers(mode):
             program = self._layer_program(state, index, parity, lay, address)
             self.backend.run(program.program, self.compute)
             if index + 1 in wanted and index + 1 <= count:
@@ -182,7 +195,7 @@ class DeviceEngine:
             if on_layer is not None:
                 on_layer(index + 1, count)
         last = state.x[count % 2]
-        self._load_head()
+        self.load_head()
         result = self._head_forward(state, last, batch, want_logits, count + 1 in wanted)
         if count + 1 in wanted:
             hidden[count + 1] = result.pop("normed")
@@ -213,23 +226,30 @@ class DeviceEngine:
     ) -> LossResult:
         batch = prepare(self.config, ids, labels, segments, positions)
         count = self.config.num_hidden_layers
+        if batch.num_targets == 0:  # exactly zero, whatever the activations hold
+            for name in self.source.names():
+                sink(name, np.zeros(self.source.spec(name)[1], np.float32))
+            return LossResult(0.0, 0, 0)
+        self._drop_head()
         state = self._begin(batch, training=True)
         row_bytes = Spec((state.rows, self.config.hidden_size), self.dtype).nbytes
-        for index, parity, lay, address in self._layers("stream"):
+        for index, parity, lay, address in self.walk_layers("stream"):
             self.backend.copy(state.kept[index].address, state.x[parity].address, row_bytes, self.compute)
             self.backend.run(self._layer_program(state, index, parity, lay, address).program, self.compute)
-        self._load_head()
+            if on_layer is not None:
+                on_layer(index + 1, 2 * count)
+        self.load_head()
         loss, embedding_grad = self._head_backward(state, batch, sink)
         self._drop_head()
         order = list(range(count - 1, -1, -1))
-        for step, parity, lay, address in self._layers("stream", order):
+        for step, parity, lay, address in self.walk_layers("stream", order):
             index = order[step]
             program = self._layer_program(state, index, parity, lay, address, backward=True)
             self.backend.copy(state.x[0].address, state.kept[index].address, row_bytes, self.compute)
             self.backend.run(program.program, self.compute)
             self._deliver(program.d_params, self.groups[index], sink)
             if on_layer is not None:
-                on_layer(step + 1, count)
+                on_layer(count + step + 1, 2 * count)
         self._embedding_backward(state, batch, state.dx[count % 2], embedding_grad, sink)
         streamed, _ = self.stream.take_accounts()
         return LossResult(loss, batch.num_targets, streamed)
@@ -286,8 +306,9 @@ class DeviceEngine:
 
     # -- layers -------------------------------------------------------------------------------------------------
 
-    def _layers(self, mode: str, order: Sequence[int] | None = None) -> Iterable[tuple[int, int, Layout, int]]:
+    def walk_layers(self, mode: str, order: Sequence[int] | None = None) -> Iterable[tuple[int, int, Layout, int]]:
         """(step, parity, layout, weight address) of every layer, in `order`."""
+        assert mode in ("stream", "resident"), mode
         order = range(len(self.groups)) if order is None else order
         layouts = [self.layouts[i] for i in order]
         if mode == "stream":
@@ -298,11 +319,17 @@ class DeviceEngine:
                 yield slot.index, slot.parity, slot.layout, slot.address
             return
         if self._resident is None:
-            self._resident = []
-            for group, lay in zip(self.groups, self.layouts, strict=True):
-                self._resident.append(self.backend.allocate(lay.nbytes, "resident layer"))
-                upload_group(self.backend, self.source, group, lay, self._resident[-1].address)
-                self.stream.streamed_bytes += lay.stored_bytes
+            buffers: list[Buffer] = []
+            try:
+                for group, lay in zip(self.groups, self.layouts, strict=True):
+                    buffers.append(self.backend.allocate(lay.nbytes, "resident layer"))
+                    upload_group(self.backend, self.source, group, lay, buffers[-1].address)
+                    self.stream.streamed_bytes += lay.stored_bytes
+            except BaseException:
+                for buffer in buffers:
+                    buffer.free()
+                raise
+            self._resident = buffers
         for step, index in enumerate(order):
             yield step, step % 2, self.layouts[index], self._resident[index].address
 
@@ -355,12 +382,14 @@ class DeviceEngine:
 
     def _begin(self, batch: Batch, training: bool) -> _Pass:
         """Buffers of this shape, inputs uploaded, residual stream in x[0]."""
+        self.backend.synchronize()  # a pass that failed has left launches behind, which write the residual stream
+        self.stream.take_accounts()
         segments = batch.segments is not None
         state = self._pass
         wanted = (batch.batch, batch.tokens, segments)
         if state is None or (state.batch, state.tokens, state.segments) != wanted or (training and not state.training):
+            self._pass = None
             if state is not None:
-                self.backend.synchronize()
                 state.close()
             state = self._pass = _Pass(self, batch.batch, batch.tokens, segments, training)
         self.backend.upload(state.positions.address, batch.positions)
@@ -370,7 +399,7 @@ class DeviceEngine:
         frequencies, factor = rope_op.inverse_frequencies(self.config.rope, self.config.head_dim)
         self.backend.upload(state.frequencies.address, frequencies)
         # Only the embedding rows that occur travel, in their stored dtype: [U,C].
-        rows = np.ascontiguousarray(self.source.tensor(EMBEDDING)[batch.unique])
+        rows = self._embedding_rows(batch.unique)
         with _Scratch(self.backend) as scratch:
             table = scratch.put(rows)
             index = scratch.put(batch.inverse)
@@ -381,6 +410,16 @@ class DeviceEngine:
             self.backend.run(scratch.load(rec))
             self.backend.synchronize()
         return state
+
+    def _embedding_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Rows [U,C] of the embedding in its stored dtype, by pread: a file cut short is an error, not a SIGBUS."""
+        self.source.check_unchanged()
+        dtype, (_, hidden) = self.source.spec(EMBEDDING)
+        rows = np.empty((ids.size, hidden), NUMPY_DTYPE[dtype])
+        raw = rows.view(np.uint8)
+        for row, token in zip(raw, ids.tolist(), strict=True):
+            self.source.read_into(EMBEDDING, row, token * raw.shape[1])
+        return rows
 
     def _embedding_backward(
         self, state: _Pass, batch: Batch, d_x: Tensor, tied: np.ndarray | None, sink: GradientSink
@@ -412,12 +451,22 @@ class DeviceEngine:
 
     # -- the LM head --------------------------------------------------------------------------------------------
 
-    def _load_head(self) -> None:
+    def load_head(self) -> None:
         """Final norm and head weights on the device."""
         if self._head is None:
-            self._head = self.backend.allocate(self.head_layout.nbytes, "lm head")
-            upload_group(self.backend, self.source, self.head_group, self.head_layout, self._head.address)
+            head = self.backend.allocate(self.head_layout.nbytes, "lm head")
+            try:
+                upload_group(self.backend, self.source, self.head_group, self.head_layout, head.address)
+            except BaseException:
+                head.free()
+                raise
+            self._head = head
             self.stream.streamed_bytes += self.head_layout.stored_bytes
+
+    def head_params(self) -> dict[str, Tensor]:
+        """The loaded final norm and head, under NORM and HEAD."""
+        assert self._head is not None, "load_head comes first"
+        return self.head_layout.tensors(self._head.address)
 
     def _drop_head(self) -> None:
         if self._head is not None:
@@ -453,8 +502,7 @@ class DeviceEngine:
     def _head_forward(
         self, state: _Pass, x: Tensor, batch: Batch, want_logits: bool, want_normed: bool
     ) -> dict[str, Any]:
-        assert self._head is not None
-        params = self.head_layout.tensors(self._head.address)
+        params = self.head_params()
         vocab, rows = self.config.vocab_size, state.rows
         logits = np.empty((rows, vocab), np.float32) if want_logits else None
         normed = np.empty((rows, self.config.hidden_size), np.float32) if want_normed else None
@@ -502,8 +550,7 @@ class DeviceEngine:
 
         A tied head's gradient is returned instead, to be summed with the embedding's.
         """
-        assert self._head is not None
-        params = self.head_layout.tensors(self._head.address)
+        params = self.head_params()
         x = state.x[self.config.num_hidden_layers % 2]
         weight = np.where(batch.targets != IGNORE_INDEX, 1.0 / max(batch.num_targets, 1), 0.0).astype(np.float32)
         self.backend.upload(state.d_losses.address, weight)

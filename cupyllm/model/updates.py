@@ -25,9 +25,13 @@ class Updates:
         self.backend, self.forced = backend, forced
         self.size = max(1, min(largest, PIECE_ELEMENTS))
         self.buffers: list[Buffer] = []
-        self.p, self.g, self.m, self.v = (self._tensor((self.size,), "float32") for _ in range(4))
-        self.scalars = self._tensor(adamw_op.SCALARS.shape, "float32")
-        self.sum = self._tensor((1,), "float64")
+        try:
+            self.p, self.g, self.m, self.v = (self._tensor((self.size,), "float32") for _ in range(4))
+            self.scalars = self._tensor(adamw_op.SCALARS.shape, "float32")
+            self.sum = self._tensor((1,), "float64")
+        except BaseException:
+            self.close()
+            raise
         self.adamw_programs: dict[int, Any] = {}
         self.sum_programs: dict[int, Any] = {}
 

@@ -100,7 +100,7 @@ class ReferenceEngine:
             keep(i + 1, x)
             if on_layer is not None:
                 on_layer(i + 1, num_layers)
-        x, _ = rmsnorm.forward(x, self._tensor(FINAL_NORM, mode), eps=self.config.rms_norm_eps)
+        x, _ = rmsnorm.forward(x, self.whole_tensor(FINAL_NORM, mode), eps=self.config.rms_norm_eps)
         keep(num_layers + 1, x)
 
         targets = self._targets(ids.shape, labels, segments)
@@ -108,7 +108,7 @@ class ReferenceEngine:
         last = _last_rows(ids.shape, segments)
         last_logits = np.empty((ids.shape[0], self.config.vocab_size), self._float)
         logits = np.empty((x.shape[0], self.config.vocab_size), self._float) if want_logits else None
-        for first, weight in self._head_slices(x, mode):
+        for first, weight in self.head_slices(x, mode):
             part, _ = linear.forward(x, weight)
             rows.add(part, first)
             last_logits[:, first : first + part.shape[1]] = part[last]
@@ -156,7 +156,7 @@ class ReferenceEngine:
             x = self._layer(i, x, rotation, segments, batch, "stream")[0]
             if on_layer is not None:
                 on_layer(i + 1, 2 * num_layers)
-        normed, saved_norm = rmsnorm.forward(x, self._tensor(FINAL_NORM, "stream"), eps=self.config.rms_norm_eps)
+        normed, saved_norm = rmsnorm.forward(x, self.whole_tensor(FINAL_NORM, "stream"), eps=self.config.rms_norm_eps)
         loss, d_normed, d_head = self._head_backward(normed, targets, count)
         if self._head_name == HEAD:
             sink(HEAD, d_head)
@@ -220,7 +220,7 @@ class ReferenceEngine:
             self._resident[index] = params
         return params
 
-    def _tensor(self, name: str, mode: Mode) -> np.ndarray:
+    def whole_tensor(self, name: str, mode: Mode) -> np.ndarray:
         """One whole tensor in the working dtype; kept when resident."""
         if name in self._resident:
             return self._resident[name][name]
@@ -229,11 +229,11 @@ class ReferenceEngine:
             self._resident[name] = {name: tensor}
         return tensor
 
-    def _head_slices(self, x: np.ndarray, mode: Mode) -> Iterator[tuple[int, np.ndarray]]:
+    def head_slices(self, x: np.ndarray, mode: Mode) -> Iterator[tuple[int, np.ndarray]]:
         """(first id, [S,C] rows of the head in the working dtype), in order."""
         vocab, width = self.source.spec(self._head_name)[1]
         step = min(vocab, max(1, SLICE_ELEMENTS // max(x.shape[0], width)))
-        whole = self._tensor(self._head_name, mode) if mode == "resident" else None
+        whole = self.whole_tensor(self._head_name, mode) if mode == "resident" else None
         buffer = np.empty((0 if whole is not None else step, width), self._float)
         stored = self.source.tensor(self._head_name)
         for first in range(0, vocab, step):
@@ -270,6 +270,7 @@ class ReferenceEngine:
         self, ids: np.ndarray, segments: np.ndarray | None, positions: np.ndarray | None
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], tuple[Any, ...]]:
         """(x [N,C], (cos, sin), what embedding.backward needs). Rows are gathered before they are converted."""
+        self.source.check_unchanged()  # a file cut short would end in a bus error
         stored = self.source.tensor(EMBED)
         rows, saved = embedding.forward(ids.reshape(-1), stored, padding_idx=self.config.pad_token_id)
         if positions is None:
@@ -303,13 +304,13 @@ class ReferenceEngine:
     ) -> tuple[float, np.ndarray, np.ndarray]:
         """normed [N,C], targets [N] -> (mean loss, d_normed [N,C], d_head [V,C])."""
         rows = cross_entropy.Rows(targets, None, self._float)
-        for first, weight in self._head_slices(normed, "stream"):
+        for first, weight in self.head_slices(normed, "stream"):
             rows.add(linear.forward(normed, weight)[0], first)
         lse = rows.lse()
         d_loss = np.full(targets.shape, 1 / count, self._float)
         d_normed = np.zeros_like(normed)
         d_head = np.empty(self.source.spec(self._head_name)[1], self._float)
-        for first, weight in self._head_slices(normed, "stream"):
+        for first, weight in self.head_slices(normed, "stream"):
             logits, saved = linear.forward(normed, weight)
             d_logits = cross_entropy.slice_gradient(logits, lse, targets, d_loss, first)
             d_rows, d_weight, _ = linear.backward(saved, d_logits)

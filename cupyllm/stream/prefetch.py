@@ -86,7 +86,8 @@ class LayerStream:
         if nbytes <= self.slot_bytes:
             return False
         self.close()
-        self.slots = [self.backend.allocate(nbytes, f"slot {k}") for k in range(2)]
+        for k in range(2):
+            self.slots.append(self.backend.allocate(nbytes, f"slot {k}"))
         self.hosts = [self.backend.allocate_host(nbytes) for _ in range(2)]
         self.slot_bytes = nbytes
         return True
@@ -161,6 +162,7 @@ class LayerStream:
         """(stored bytes moved, seconds the copies took) since the last call."""
         result = self.streamed_bytes, self.transfer_seconds
         self.streamed_bytes, self.transfer_seconds = 0, 0.0
+        self._marks.clear()
         return result
 
     def close(self) -> None:

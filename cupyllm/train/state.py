@@ -51,6 +51,8 @@ class HostState:
             self.master[name] = np.array(source.tensor(name), dtype=np.float32, order="C")
             self.m[name] = np.zeros_like(self.master[name])
             self.v[name] = np.zeros_like(self.master[name])
+            if dtype != "float32":
+                self.compute[name] = np.empty(self.master[name].shape, NUMPY_DTYPE[dtype])
             self.refresh(name)
 
     def refresh(self, name: str) -> None:
@@ -58,7 +60,8 @@ class HostState:
         if self.dtype == "float32":
             self.compute[name] = self.master[name]
         else:
-            self.compute[name] = self.master[name].astype(NUMPY_DTYPE[self.dtype])
+            # In place: a second copy of a large embedding would not be within state_bytes.
+            self.compute[name][...] = self.master[name]
 
     def names(self) -> list[str]:
         return list(self.master)

@@ -62,7 +62,7 @@ class Trainer:
         gradients: dict[str, np.ndarray] = {}
 
         def collect(name: str, gradient: np.ndarray) -> None:
-            gradients[name] = np.array(gradient, np.float32)
+            gradients[name] = np.asarray(gradient, np.float32)
 
         result = self.engine.loss_and_grads(ids, labels, collect, on_layer=on_layer)
         missing = set(self.state.names()) ^ set(gradients)
@@ -76,9 +76,9 @@ class Trainer:
         norm = math.sqrt(math.fsum(sums.values()))
         coefficient = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         self.skips_in_a_row = 0
-        self.state.step += 1
         for name in self.state.names():
             self._update(name, gradients.pop(name), coefficient)
+        self.state.step += 1
         return StepResult(result.loss, result.num_targets, norm, coefficient)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> float:
@@ -102,7 +102,7 @@ class Trainer:
             beta2=self.betas[1],
             eps=self.eps,
             weight_decay=self.weight_decay if gradient.ndim >= 2 else 0.0,
-            step=state.step,
+            step=state.step + 1,
             grad_scale=coefficient,
         )
         state.refresh(name)

@@ -28,8 +28,8 @@ class ArraySource:
     def tensor(self, name: str) -> np.ndarray:
         return self.arrays[name]
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        out[...] = np.ascontiguousarray(self.arrays[name]).reshape(-1).view(np.uint8)
+    def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
+        out[...] = np.ascontiguousarray(self.arrays[name]).reshape(-1).view(np.uint8)[start : start + out.size]
 
     def check_unchanged(self) -> None:
         if self.changed:
