@@ -67,6 +67,7 @@ class Report:
 
     findings: list[Finding] = field(default_factory=list)
     parity: str = ""
+    inference_only: list[str] = field(default_factory=list)  # ops without a gradient: only their outputs are compared
 
     @property
     def ok(self) -> bool:
@@ -108,15 +109,19 @@ def grad_check(
     """Check `op_names` (None: all) and, with `layer`, one whole decoder layer of `config`.
 
     `backend` None is the reference: the layer's tensors are then checked by finite differences, and there is no
-    parity. Raises InputError on an unknown op.
+    parity. An op for inference only has no gradient: its outputs are compared where there is a backend. Raises
+    InputError on an unknown op, or when nothing is left to check.
     """
     report = Report(parity="" if backend else "not applicable: the reference is what parity is measured against")
     for name in OPS if op_names is None else op_names:
         if name not in OPS:
             raise InputError(f"--op: got {name!r}, expected one of {', '.join(OPS)}")
+        if ops.get(name).inference_only:
+            report.inference_only.append(name)
         for case in (c for c in ops.get(name).cases() if c.size == "small"):
             progress(f"{name} {case.name}")
-            report.findings += op_differences(name, case, seed)
+            if not ops.get(name).inference_only:
+                report.findings += op_differences(name, case, seed)
             if backend is not None:
                 report.findings += op_parity(name, case, backend, dtype, seed, forced)
     if layer:
@@ -126,6 +131,11 @@ def grad_check(
             report.findings += layer_differences(config, tokens, seed)
         else:
             report.findings += layer_parity(config, tokens, backend, dtype, seed, forced)
+    if report.inference_only and not report.findings:
+        raise InputError(
+            f"--op {', '.join(report.inference_only)}: got no op with a gradient, expected one; outputs alone are "
+            "compared with --backend cuda"
+        )
     return report
 
 
@@ -237,7 +247,7 @@ def op_parity(
     cotangents = draw_cotangents(specs, seed + 1)
     run = run_op(backend, launcher, drawn.inputs, drawn.params, attrs, cotangents, forced=forced)
     outputs, saved = module.forward(*widen(drawn.inputs), *widen(drawn.params), **case.attrs)
-    gradients = module.backward(saved, *widen(cotangents))
+    gradients = () if launcher.inference_only else module.backward(saved, *widen(cotangents))
     pairs: list[tuple[str, np.ndarray | None, Any]] = []
     wanted = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs += [(f"output{i}", got, want) for i, (got, want) in enumerate(zip(run.outputs, wanted, strict=True))]

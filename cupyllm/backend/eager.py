@@ -23,7 +23,7 @@ CANARY = 0xFF  # every byte: NaN in all float formats, -1 in integers
 class OpRun:
     """Host copies of what one call wrote."""
 
-    outputs: list[np.ndarray]
+    outputs: list[np.ndarray]  # and behind them the inputs that the op writes in place
     d_inputs: list[np.ndarray | None]
     d_params: list[np.ndarray]
 
@@ -91,7 +91,8 @@ def run_op(
     d_params: Sequence[np.ndarray] | None = None,
     forced: dict[str, str] | None = None,
 ) -> OpRun:
-    """Forward, and backward when `d_outputs` is given. `d_params`: starting values, which backward then adds to."""
+    """Forward, and backward when `d_outputs` is given and the op has one (Op.inference_only). `d_params`: starting
+    values, which backward then adds to."""
     attrs = attrs or {}
     with Session(backend) as session:
         x = [None if a is None else session.put(a, f"input{i}") for i, a in enumerate(inputs)]
@@ -101,7 +102,7 @@ def run_op(
         saved = op.forward(rec, x, w, y, attrs)
         dx: list[Tensor | None] = []
         dw: list[Tensor] = []
-        if d_outputs is not None:
+        if d_outputs is not None and not op.inference_only:
             dy = [None if a is None else session.put(a, f"d_output{i}") for i, a in enumerate(d_outputs)]
             dx = [
                 session.empty(Spec(t.shape, t.dtype), f"d_input{i}") if t is not None and op.differentiable[i] else None
@@ -114,7 +115,7 @@ def run_op(
             op.backward(rec, saved, dy, dx, dw, attrs, accumulate=d_params is not None)
         session.execute(rec)
         return OpRun(
-            [session.get(t) for t in y],
+            [session.get(t) for t in (*y, *(x[i] for i in op.in_place)) if t is not None],
             [None if t is None else session.get(t) for t in dx],
             [session.get(t) for t in dw],
         )

@@ -90,7 +90,14 @@ def summary(report: check.Report) -> dict[str, Any]:
             "errors": {f.tensor: f.error for f in gradients},
         }
     parity = report.parity or "checked"
-    return {"ok": report.ok, "failed": report.failed, "parity": parity, "ops": ops, "layer": layer}
+    return {
+        "ok": report.ok,
+        "failed": report.failed,
+        "parity": parity,
+        "ops": ops,
+        "inference_only": report.inference_only,
+        "layer": layer,
+    }
 
 
 def lines(report: check.Report) -> list[str]:
@@ -112,6 +119,9 @@ def lines(report: check.Report) -> list[str]:
         for f in shown:
             where = f.tensor if subject == "layer" else f"{f.case}, {f.tensor}"
             result.append(f"     {'ok  ' if f.ok else 'FAIL'} {where}: {f.error:.2e}")
+    if report.inference_only:
+        compared = "their outputs were not compared" if report.parity else "only their outputs were compared"
+        result.append(f"no gradient, for inference only: {', '.join(report.inference_only)}; {compared}")
     if report.parity:
         result.append(f"parity: {report.parity}")
     result.append("ok" if report.ok else f"FAILED: {', '.join(report.failed)}")

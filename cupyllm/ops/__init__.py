@@ -8,7 +8,10 @@ from importlib import import_module
 from cupyllm.ops.op import Op
 
 # Ops that a graph node may name. adamw and grad_norm are launchers outside the graph (no backward of their own).
-GRAPH_OPS = ("embedding", "rmsnorm", "linear", "rope", "attention", "swiglu", "add", "cross_entropy")
+GRAPH_OPS = (
+    *("embedding", "rmsnorm", "linear", "rope", "attention", "swiglu", "add", "cross_entropy"),
+    *("kv_append", "paged_attention"),  # generation only: no backward (Op.inference_only)
+)
 
 
 @lru_cache(maxsize=None)

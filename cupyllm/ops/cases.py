@@ -108,11 +108,21 @@ def _input(
         return np.broadcast_to(np.arange(shape[-1]), shape).astype(target)
     if name == "segments":
         return segments[: shape[0], segments.shape[1] - shape[1] :].astype(target)
+    if name == "values":
+        return np.array([int(value) for value in argument.split(",")], target).reshape(shape)
+    if name == "slots":
+        # One in five is -1 (nothing is written), but never the first.
+        slots = rng.permutation(int(argument))[: math.prod(shape)]
+        slots[1:][rng.random(len(slots) - 1) < 0.2] = -1
+        return slots.reshape(shape).astype(target)
+    if name == "pages":
+        return rng.permutation(int(argument))[: math.prod(shape)].reshape(shape).astype(target)
     if name in ("cos", "sin"):
         num_positions, half = math.prod(shape[:-1]), shape[-1]
         angles = np.arange(num_positions)[:, None] * ROPE_THETA ** (-np.arange(half) / half)
         return getattr(np, name)(angles).reshape(shape).astype(target)
-    raise InputError(f"case: kind is {kind!r}, expected normal, ids:N, labels:N, positions, segments, cos, sin or none")
+    expected = "normal, ids:N, labels:N, positions, segments, cos, sin, values:A,B,.., slots:N, pages:N or none"
+    raise InputError(f"case: kind is {kind!r}, expected {expected}")
 
 
 def _segments(case: Case, kinds: Sequence[str], rng: np.random.Generator) -> np.ndarray:

@@ -47,7 +47,8 @@ class Case:
 
     `kinds` values: "normal" (default for floats), "ids:N" (uniform in [0,N)), "labels:N" (ids with some -100),
     "positions" (0..n-1), "segments" (runs of equal ids with some -1 padding at a row's end), "cos"/"sin" (a rope table
-    of `positions`), "none" (input absent).
+    of `positions`), "none" (input absent), "values:1,2,3" (these), "slots:N" (distinct in [0,N), some -1), "pages:N"
+    (distinct in [0,N)).
     """
 
     name: str
@@ -64,6 +65,8 @@ class Op:
     name: str
     variants: tuple[Variant, ...]
     differentiable: tuple[bool, ...]  # per input (optional ones included)
+    inference_only: bool = False  # no backward: generation only
+    in_place: tuple[int, ...] = ()  # inputs that forward writes to; what tests compare behind the outputs
 
     def infer(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> list[Spec]:
         """Output specs. Raises InputError (operation, argument, got, expected, remedy) on what does not fit."""
@@ -97,7 +100,7 @@ class Op:
         raise NotImplementedError
 
     def cost(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> tuple[Cost, Cost]:
-        """Forward and backward cost."""
+        """Forward and backward cost (nothing, where there is no backward)."""
         raise NotImplementedError
 
     def cases(self) -> list[Case]:
@@ -119,6 +122,24 @@ class Op:
             f"{self.name}: no variant fits (forced: {forced or 'none'}, device sm_{rec.capability}); it has: {names}; "
             f"choose another with --variant {self.name}=NAME"
         )
+
+
+class InferenceOp(Op):
+    """An op of generation only. Nothing differentiates it, so `backward` is a bug of whoever walks the graph."""
+
+    inference_only = True
+
+    def backward(
+        self,
+        rec: Recorder,
+        saved: tuple[Tensor | None, ...],
+        d_outputs: Sequence[Tensor | None],
+        d_inputs: Sequence[Tensor | None],
+        d_params: Sequence[Tensor | None],
+        attrs: Attrs,
+        accumulate: bool,
+    ) -> None:
+        raise AssertionError(f"{self.name} is for inference only and has no backward")
 
 
 def check(condition: bool, op: str, argument: str, got: object, expected: object, remedy: str = "") -> None:

@@ -16,7 +16,7 @@ Shapes: B batch, T tokens, N = B*T, C hidden, V vocabulary, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from cupyllm.reference import add, attention, cross_entropy, embedding, linear, 
 
 Params = Mapping[str, np.ndarray]
 Gradients = dict[str, np.ndarray]
+Attend = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def layer_forward(
@@ -39,8 +40,12 @@ def layer_forward(
     sin: np.ndarray,
     segments: np.ndarray | None = None,
     window: int | None = None,
+    attend: Attend | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """x [N,C], cos and sin [N,D/2], segments int [B,T] or None -> (y [N,C], saved)."""
+    """x [N,C], cos and sin [N,D/2], segments int [B,T] or None -> (y [N,C], saved).
+
+    `attend` takes attention's place (generation over a cache): q [N,HQ*D], k, v [N,HK*D] -> [N,HQ*D]; no backward then.
+    """
     saved: dict[str, Any] = {}
 
     def run(name: str, output: tuple[Any, Any]) -> Any:
@@ -58,11 +63,17 @@ def layer_forward(
     if config.qk_norm:
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     q, k = run("rope", rope.forward(q, k, cos, sin, head_dim=config.head_dim))
-    q, k, v = (a.reshape(batch, -1, a.shape[1]) for a in (q, k, v))
-    attend = partial(
-        attention.forward, num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, window=window
-    )
-    out = run("attention", attend(q, k, v, segments, segments))
+    if attend is not None:
+        out = attend(q, k, v)
+    else:
+        attention_of = partial(
+            attention.forward,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            window=window,
+        )
+        q, k, v = (a.reshape(batch, -1, a.shape[1]) for a in (q, k, v))
+        out = run("attention", attention_of(q, k, v, segments, segments))
     h = run("add_1", add.forward(x, project("self_attn.o_proj", out.reshape(x.shape[0], -1))))
 
     m = norm("post_attention_layernorm", h)

@@ -44,12 +44,14 @@ def tensor(spec: Spec) -> Tensor:
 
 
 def record_case(rec: Recorder, op: Op, case: Case, dtype: str, weight_dtype: str, accumulate: bool = False) -> None:
-    """Record forward and backward of a case."""
+    """Record forward and, where there is one, backward of a case."""
     x_specs, w_specs = specs(case, dtype, weight_dtype)
     x, w = [None if spec is None else tensor(spec) for spec in x_specs], [tensor(spec) for spec in w_specs]
     attrs = op_attrs(op.name, case, dtype)
     y = [tensor(spec) for spec in op.infer(x, w, attrs)]
     saved = op.forward(rec, x, w, y, attrs)
+    if op.inference_only:
+        return
     d_y = [tensor(t) if t.dtype in FLOAT_DTYPES else None for t in y]
     d_x = [tensor(t) if t is not None and op.differentiable[i] else None for i, t in enumerate(x)]
     op.backward(rec, saved, d_y, d_x, [tensor(Spec(t.shape, "float32")) for t in w], attrs, accumulate)

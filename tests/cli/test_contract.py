@@ -226,7 +226,10 @@ def test_grad_check_of_the_layer(cli: Cli) -> None:
     assert "12 of 12 tensors" in cli("grad-check", "--layer", "--op", "add").stdout
 
 
-@pytest.mark.parametrize("op", ops.GRAPH_OPS)
+DIFFERENTIABLE = [op for op in ops.GRAPH_OPS if not ops.get(op).inference_only]
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_a_gradient_that_is_one_in_a_thousand_off_is_named(cli: Cli, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaling one op's backward by 1.001 fails that op, and only that one."""
     module = __import__(f"cupyllm.reference.{op}", fromlist=["backward"])
@@ -235,12 +238,30 @@ def test_a_gradient_that_is_one_in_a_thousand_off_is_named(cli: Cli, op: str, mo
     def scaled(*arguments: Any) -> Any:
         return tuple(None if g is None else g * g.dtype.type(1.001) for g in backward(*arguments))
 
-    neighbour = ops.GRAPH_OPS[(ops.GRAPH_OPS.index(op) + 1) % len(ops.GRAPH_OPS)]
+    neighbour = DIFFERENTIABLE[(DIFFERENTIABLE.index(op) + 1) % len(DIFFERENTIABLE)]
     assert cli("grad-check", "--op", op, "--json").status == 0
     monkeypatch.setattr(module, "backward", scaled)
     ran = cli("grad-check", "--op", op, "--op", neighbour, "--json")
     assert (ran.status, ran.json()["failed"]) == (1, [op])
     assert f"FAILED: {op}" in cli("grad-check", "--op", op).stdout
+
+
+def test_grad_check_of_an_op_without_a_gradient(cli: Cli) -> None:
+    """The reference alone has nothing to compare."""
+    ran = cli("grad-check", "--op", "kv_append")
+    assert ran.status == 2 and "no op with a gradient" in ran.stderr
+    ran = cli("grad-check", "--op", "add", "--op", "paged_attention", "--json")
+    assert (ran.status, ran.json()["inference_only"]) == (0, ["paged_attention"])
+    assert set(ran.json()["ops"]) == {"add"}
+
+
+def test_parity_of_an_op_without_a_gradient(on_device: Cli) -> None:
+    """Its outputs are compared, and the report says that only they are."""
+    ran = on_device("grad-check", "--op", "kv_append", "--op", "paged_attention", "--json")
+    assert (ran.status, set(ran.json()["ops"])) == (0, {"kv_append", "paged_attention"}), ran.stdout
+    assert ran.json()["ops"]["paged_attention"]["worst"]["tensor"] == "output0"
+    lines = on_device("grad-check", "--op", "kv_append").stdout
+    assert "no gradient, for inference only: kv_append; only their outputs were compared" in lines
 
 
 def test_parity_sees_a_wrong_device_gradient(on_device: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class Result:
     """One checked call. Tensors by name: output0.., d_input0.., d_param0.. (only those that exist)."""
 
     drawn: Drawn
-    cotangents: list[np.ndarray | None]
+    cotangents: list[np.ndarray | None] | None  # None: the op has no backward
     got: dict[str, np.ndarray]
     want: dict[str, np.ndarray]  # fp64; integers as they are
     errors: dict[str, float] = field(default_factory=dict)
@@ -158,7 +158,8 @@ def check(
     drawn: Drawn | None = None,
     forced: dict[str, str] | None = None,
 ) -> Result:
-    """Forward and backward of `case` against the fp64 reference; asserts that each tensor's error is within `limit`.
+    """Forward and, where there is one, backward of `case` against the fp64 reference; asserts that each tensor's error
+    is within `limit`.
 
     `limit`: one number, or numbers by tensor name with "" for the others. Integer outputs must be equal. With
     `accumulate` the parameter gradients are added to random values, and the sum is compared.
@@ -166,7 +167,7 @@ def check(
     drawn = drawn or draw(case, dtype, weight_dtype, seed)
     attrs = op_attrs(op, case, dtype)
     out_specs = ops.get(op).infer(_specs(drawn.inputs), _specs(drawn.params), attrs)  # type: ignore[arg-type]
-    cotangents = draw_cotangents(out_specs, seed + 1)
+    cotangents = None if ops.get(op).inference_only else draw_cotangents(out_specs, seed + 1)
     rng = np.random.default_rng(seed + 2)
     start = [rng.standard_normal(p.shape).astype(np.float32) for p in drawn.params] if accumulate else None
     done = run(backend, op, case, drawn, cotangents, dtype, start=start, forced=forced)
@@ -182,6 +183,7 @@ def check(
             np.testing.assert_array_equal(spec_array, want[name], f"{op} {case.name} {name}")
             continue
         result.errors[name] = relative_error(spec_array, want[name])
+    assert got, f"{op} {case.name}: nothing was written, so nothing was compared"
     result.worst = max(result.errors.values())
     shown = ", ".join(f"{name} {error:.2e}" for name, error in result.errors.items())
     print(f"{op} {case.name} {dtype}/{weight_dtype or dtype}: {shown}")
@@ -214,6 +216,8 @@ def record(
     x, w = [tensor(spec) for spec in input_specs], [tensor(spec) for spec in param_specs]
     out_specs = instance.infer(x, w, attrs)  # type: ignore[arg-type]
     saved = instance.forward(rec, x, w, [tensor(spec) for spec in out_specs], attrs)  # type: ignore[arg-type, misc]
+    if instance.inference_only:
+        return rec
     d_outputs = [tensor(spec) if spec.dtype in FLOAT_DTYPES else None for spec in out_specs]
     wanted = [want_inputs and differentiable for differentiable in instance.differentiable]
     d_inputs = [t if want else None for t, want in zip(x, wanted, strict=True)]

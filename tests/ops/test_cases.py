@@ -45,6 +45,17 @@ def test_integer_kinds() -> None:
     assert positions.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
+def test_kinds_of_a_paged_cache() -> None:
+    case = Case("x", ((300,), (3, 4), (2, 2)), kinds=("slots:400", "pages:12", "values:5,-1,0,7"))
+    slots, pages, values = cases.draw(case).inputs
+    assert slots is not None and pages is not None and values is not None
+    written = slots[slots >= 0].tolist()
+    assert len(set(written)) == len(written) and max(written) < 400 and slots[0] >= 0
+    assert 30 < (slots == -1).sum() == 300 - len(written) < 90
+    assert sorted(pages.ravel().tolist()) == list(range(12))
+    assert values.tolist() == [[5, -1], [0, 7]] and values.dtype == np.int32
+
+
 def test_query_segments_are_the_tail_of_the_key_segments() -> None:
     case = Case("x", ((3, 20), (3, 50)), kinds=("segments", "segments"))
     padded = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,16 @@ import pytest
 import cupyllm
 from cupyllm import ops
 from cupyllm.backend.base import Backend, Spec
+from cupyllm.backend.record import Recorder
 from cupyllm.ops.cases import op_attrs, specs
-from cupyllm.ops.op import Case, Variant
+from cupyllm.ops.op import Case, Cost, InferenceOp, Variant
 from tests.ops import opcheck
 
 PACKAGE = Path(cupyllm.__file__).parent
 TESTS = Path(__file__).parent
 NOT_OPS = {
     "ops": {"__init__", "op", "cases"},
-    "reference": {"__init__", "qwen3", "engine"},
+    "reference": {"__init__", "qwen3", "engine", "runner"},
     "tests": {"every_op", "cases"},
 }
 APART = {"rope_table"}  # launched once a batch, outside the graph; tested by its op's own tests
@@ -62,6 +64,22 @@ def test_cases_cover_small_and_model_sizes(op: str) -> None:
     assert len(set(names)) == len(names), "two cases share a name"
     sizes = [case.size for case in instance.cases()]
     assert sizes.count("small") >= 5 and sizes.count("model") >= 1 and set(sizes) == {"small", "model"}
+
+
+@pytest.mark.parametrize("op", ops.GRAPH_OPS)
+def test_an_op_without_a_backward_says_so(op: str) -> None:
+    """On both sides, so that a forgotten backward cannot pass for an op of generation. What it writes is compared."""
+    instance = ops.get(op)
+    reference = import_module(f"cupyllm.reference.{op}")
+    assert instance.inference_only == isinstance(instance, InferenceOp) == (not hasattr(reference, "backward"))
+    if instance.inference_only:
+        assert not any(instance.differentiable)
+        with pytest.raises(AssertionError, match=f"{op} is for inference only"):
+            instance.backward(Recorder(80), (), [], [], [], {}, False)
+    for case in instance.cases():
+        inputs, params = specs(case)
+        assert len(inputs) == len(instance.differentiable)
+        assert instance.infer(inputs, params, op_attrs(op, case, "float32")) or instance.in_place
 
 
 @pytest.mark.parametrize("op", ops.GRAPH_OPS)
@@ -117,8 +135,11 @@ def test_cost_is_plausible(op: str, case: Case) -> None:
     inputs, params = specs(case, "bfloat16")
     attrs = op_attrs(op, case, "bfloat16")
     outputs = instance.infer(inputs, params, attrs)
-    for cost in instance.cost(inputs, params, attrs):
+    forward, backward = instance.cost(inputs, params, attrs)
+    if instance.inference_only:
+        assert backward == Cost(0.0, 0.0)
+    for cost in (forward,) if instance.inference_only else (forward, backward):
         assert math.isfinite(cost.flops) and cost.flops >= 0
         assert math.isfinite(cost.bytes) and cost.bytes > 0
-    assert instance.cost(inputs, params, attrs)[0].bytes >= sum(spec.nbytes for spec in outputs)
+    assert forward.bytes >= sum(spec.nbytes for spec in outputs)
     assert all(isinstance(spec, Spec) for spec in outputs)
