@@ -1,0 +1,1 @@
+"""Generation: sampling, and the loop that serves several sequences at once."""
