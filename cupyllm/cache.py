@@ -1,6 +1,7 @@
 """The user's cache: $XDG_CACHE_HOME/cupyllm, else ~/.cache/cupyllm.
 
-Synthetic checkpoints live under synthetic/<label>-<digest of shape, seed and generator>. An entry is made beside and
+Synthetic checkpoints live under synthetic/<label>-<digest of shape, seed and generator>, converted ones under
+converted/<label>-<digest of the source and the converter>. An entry is made beside and
 renamed into place. When several processes want the same missing entry, each makes it and the first rename wins; the
 others remove theirs and use the winner's, which has the same bytes. Making one waits for nobody: locks held across a
 long job were rejected, since a stopped process would then stop all.
@@ -13,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,17 +64,32 @@ def cached_synthetic(
     config: ModelConfig, seed: int, threads: int | None = None, progress: Progress | None = None
 ) -> Path:
     """The synthetic checkpoint of this shape and seed, made when it is absent or damaged. Raises StorageError."""
-    entry = synthetic_entry(config, seed)
+    return cached_checkpoint(
+        synthetic_entry(config, seed),
+        plan_bytes(config),
+        lambda staging: write_checkpoint(config, staging, seed, threads, progress),
+        config,
+    )
+
+
+def cached_checkpoint(
+    entry: Path, num_bytes: int, make: Callable[[Path], object], config: ModelConfig | None = None
+) -> Path:
+    """`entry` (cache_dir() / kind / name), made by `make(directory)` when it is absent, damaged or of another shape.
+
+    `num_bytes` is the space that making takes; `config` None accepts any shape. Raises StorageError, and what `make`
+    raises.
+    """
     if _complete(entry, config):
         return entry
-    parent = cache_subdir("synthetic")
+    parent = cache_subdir(entry.parent.name)
     remove_leftovers(parent)
     _discard(entry)
     with _naming_the_cache():
-        require_space(parent, plan_bytes(config))
+        require_space(parent, num_bytes)
         try:
             with staged_directory(entry) as staging:
-                write_checkpoint(config, staging, seed, threads, progress)
+                make(staging)
         except FileExistsError:
             pass  # another process was faster; its entry is checked below
     if not _complete(entry, config):
@@ -112,12 +128,14 @@ def _clean(directory: Path) -> int:
     return freed
 
 
-def _complete(entry: Path, config: ModelConfig) -> bool:
-    """Whether the entry opens (every file whole, every tensor there) and has the wanted shape."""
+def _complete(entry: Path, config: ModelConfig | None) -> bool:
+    """Whether the entry opens (every file whole, every tensor there) and has the wanted shape, if there is one."""
     if not entry.is_dir():
         return False
     try:
         with Checkpoint.open(entry) as checkpoint:
+            if config is None:
+                return True
             windows = config.layer_windows or (None,) * config.num_hidden_layers
             return checkpoint.config == replace(config, layer_windows=windows)
     except CheckpointError:

@@ -99,6 +99,26 @@ yes_option = click.option("--yes", is_flag=True, help="Go ahead with a synthetic
 variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="OP=NAME", help="Force a kernel variant (doctor --variants)."
 )
+generation_options = options(
+    click.option(
+        "--model", metavar="DIR", required=True, help="Checkpoint directory, repo id in the cache, or smollm2."
+    ),
+    click.option("--greedy", is_flag=True, help="Always the likeliest token."),
+    click.option("--temperature", type=float, metavar="T", help="0 is greedy. Default: generation_config.json's."),
+    click.option("--top-k", type=int, metavar="K", help="Only the K likeliest tokens; 0 is off."),
+    click.option("--top-p", type=float, metavar="P", help="Only the likeliest tokens that reach P together; 1 is off."),
+    click.option("--min-p", type=float, metavar="P", help="Only tokens with P times the likeliest one's probability."),
+    click.option("--repetition-penalty", type=float, metavar="X", help="Over 1 makes tokens rarer that were there."),
+    click.option("--seed", type=int, metavar="N", help="Of the draws. Default: another one each time, and told."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several."),
+    click.option("--think/--no-think", default=None, help="For chat templates that know thinking."),
+    click.option(
+        "--kv-memory", metavar="SIZE", help="For the KV cache, e.g. 512MiB; on a GPU the rest is in host memory."
+    ),
+    click.option(
+        "--stream/--resident", "stream", default=None, help="Weights layer by layer, or all at once if they fit."
+    ),
+)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -123,6 +143,36 @@ def forward(**arguments: Any) -> int:
     once in the cache. With no input, the first 256 tokens of a built-in text are run.
     """
     from cupyllm.commands import forward as command
+
+    return command.run(**arguments)
+
+
+@cli.command()
+@click.option("--prompt", metavar="TEXT", help="Text to continue.")
+@click.option("--prompt-file", metavar="FILE", help="UTF-8 file, one prompt a line.")
+@click.option("--ids", metavar="IDS", help="Token ids to continue: 1,2,3 or a .npy file [T] or [B,T].")
+@click.option("--chat", metavar="TEXT", help="A message, or a .json file of messages, through the chat template.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="A sequence; 128 by default.")
+@click.option("--n", type=click.IntRange(1, 64), default=1, show_default=True, help="Continuations of each prompt.")
+@click.option("--logprobs", type=click.IntRange(min=0), metavar="N", help="Each token's, and of the N likeliest.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end tokens.")
+@options(generation_options, backend_option, dtype_option)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a sequence, one a line, nothing else.")
+def generate(**arguments: Any) -> int:
+    """Continue text, token ids or a conversation."""
+    from cupyllm.commands import generate as command
+
+    return command.run(**arguments)
+
+
+@cli.command()
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="An answer. Default: what the context has room for.")
+@options(generation_options, backend_option, dtype_option)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object an answer, one a line, nothing else.")
+def chat(**arguments: Any) -> int:
+    """Talk with a model; /help says what else can be done. Reads lines from stdin where there is no terminal."""
+    from cupyllm.commands import chat as command
 
     return command.run(**arguments)
 
@@ -181,6 +231,22 @@ def train_smoke(**arguments: Any) -> int:
 def synth(**arguments: Any) -> int:
     """Write a seeded random checkpoint in the Hugging Face layout; the same bits on every machine."""
     from cupyllm.commands import synth as command
+
+    return command.run(**arguments)
+
+
+@cli.command("import")
+@click.argument("file", metavar="FILE.gguf")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32", "float16"]),
+    help="Of the weights. Default: as an unquantised file has them, bfloat16 for a quantised one.",
+)
+@json_option
+def import_(**arguments: Any) -> int:
+    """Turn a GGUF file (Llama, Qwen2 or Qwen3) into a Hugging Face checkpoint directory, its tokenizer included."""
+    from cupyllm.commands import import_gguf as command
 
     return command.run(**arguments)
 

@@ -65,6 +65,18 @@ def load_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON and sync it. Raises StorageError."""
+    data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
 def storage_error(path: str | os.PathLike[str], error: OSError, doing: str = "write") -> StorageError:
     """The StorageError for a failed system call on `path`, with what usually mends it."""
     remedy = {

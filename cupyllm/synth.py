@@ -23,7 +23,6 @@ gradient norm is 45 instead of 5, and AdamW at 5e-4 does not lower the loss at e
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import threading
@@ -38,7 +37,7 @@ import numpy as np
 
 from cupyllm.config import PARAMETER_DTYPES, ModelConfig
 from cupyllm.errors import InputError, StorageError
-from cupyllm.files import require_space, show_path, staged_directory, storage_error
+from cupyllm.files import require_space, show_path, staged_directory, write_json
 from cupyllm.model import names
 from cupyllm.model.checkpoint import INDEX_FILE, SINGLE_FILE
 from cupyllm.stream.safetensors import DTYPES, SafetensorsWriter
@@ -100,7 +99,7 @@ def write_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write a checkpoint's files straight into `directory`, without the staging that `synthesize` adds."""
-    shards = _shards(config, max_shard_bytes)
+    shards = shard_plan(config, max_shard_bytes)
     total = plan_bytes(config)
     done = 0
     guard = threading.Lock()
@@ -112,13 +111,13 @@ def write_checkpoint(
             if progress is not None:
                 progress(done, total)
 
-    _write_json(directory / "config.json", config.to_hf())
-    _write_json(directory / "generation_config.json", _generation_config(config))
+    write_json(directory / "config.json", config.to_hf())
+    write_json(directory / "generation_config.json", _generation_config(config))
     for file_name, shapes in shards.items():
         _write_shard(config, directory / file_name, shapes, seed, threads or default_threads(), wrote)
     if len(shards) > 1:
         weight_map = {name: file_name for file_name, shapes in shards.items() for name in shapes}
-        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def parameter_values(config: ModelConfig, name: str, seed: int, begin: int = 0, count: int | None = None) -> np.ndarray:
@@ -243,7 +242,7 @@ def _normal_table() -> np.ndarray:
     return np.concatenate([half, -half[::-1]])
 
 
-def _shards(config: ModelConfig, max_shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+def shard_plan(config: ModelConfig, max_shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """File name -> parameters, filled in forward order; a parameter larger than the limit has a shard of its own."""
     itemsize = _numpy_dtype(config.dtype).itemsize
     groups: list[dict[str, tuple[int, ...]]] = [{}]
@@ -311,14 +310,3 @@ def _generation_config(config: ModelConfig) -> dict[str, Any]:
         if getattr(config, key) is not None:
             result[key] = getattr(config, key)
     return result
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    data = (json.dumps(value, indent=2) + "\n").encode("utf-8")
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise storage_error(path, error) from error

@@ -1,6 +1,6 @@
 """Text in and out of a model: the built-in text, a checkpoint's tokenizer, and bytes where there is none.
 
-A checkpoint's tokenizer.json is run by the `tokenizers` package as transformers runs it, special tokens included. A
+A checkpoint's tokenizer.json is run by model/tokenizer.py as transformers runs it, special tokens included. A
 checkpoint without one is given UTF-8 bytes as ids 0-255 and the commands say so: a synthetic model has no tokenizer,
 and bytes are real text with a known inverse. Guessing a tokenizer from the model's family was rejected: a wrong one
 produces plausible nonsense.
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from cupyllm.errors import CheckpointError, InputError
-from cupyllm.files import show_path
+from cupyllm.errors import InputError
+from cupyllm.model.tokenizer import Tokenizer
 
 BUILTIN_TEXT = """\
 A large language model is mostly a pile of matrices. Sixty-four times over, a vector of a few thousand numbers is \
@@ -43,7 +42,7 @@ class Codec:
     """Encodes and decodes for one checkpoint. `tokenizer` is None for UTF-8 bytes."""
 
     vocab_size: int
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
 
     @property
     def description(self) -> str:
@@ -52,9 +51,7 @@ class Codec:
     @property
     def valid_vocab(self) -> int | None:
         """Ids from here on pad the vocabulary and are no tokens; None where every id may come out."""
-        if self.tokenizer is None:
-            return None
-        return min(self.vocab_size, max(self.tokenizer.get_vocab().values()) + 1)
+        return None if self.tokenizer is None else min(self.vocab_size, self.tokenizer.size)
 
     def encode(self, text: str) -> np.ndarray:
         """int64 [T]. Raises InputError when the text cannot be encoded for this vocabulary."""
@@ -65,7 +62,7 @@ class Codec:
                 f"prompt: character {error.start} is not valid UTF-8, expected text; use --prompt-file"
             ) from None
         if self.tokenizer is not None:
-            return np.asarray(self.tokenizer.encode(text).ids, dtype=np.int64)
+            return np.asarray(self.tokenizer.encode(text), dtype=np.int64)
         if self.vocab_size < 256:
             raise InputError(
                 f"prompt: the checkpoint has no tokenizer.json and a vocabulary of {self.vocab_size}, text as UTF-8 "
@@ -76,7 +73,7 @@ class Codec:
     def decode(self, token: int) -> str:
         """The text of one token, for showing; what has no text is shown as <0xNN> (a byte) or <N> (an id)."""
         if self.tokenizer is not None:
-            text = self.tokenizer.decode([token], skip_special_tokens=False)
+            text = self.tokenizer.decode([token], skip_special=False) if token < self.tokenizer.size else ""
             return text if text else f"<{token}>"
         if token >= 256:
             return f"<{token}>"
@@ -87,17 +84,7 @@ class Codec:
 
 def open_codec(tokenizer_file: Path | None, vocab_size: int) -> Codec:
     """The codec for a checkpoint's tokenizer.json, or bytes. Raises CheckpointError when the file cannot be used."""
-    if tokenizer_file is None:
-        return Codec(vocab_size)
-    from tokenizers import Tokenizer
-
-    try:
-        return Codec(vocab_size, Tokenizer.from_str(tokenizer_file.read_text(encoding="utf-8")))
-    except Exception as error:  # tokenizers raises plain Exception
-        line = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{show_path(tokenizer_file)} is not a tokenizer.json that can be read: {line}; download it again"
-        ) from None
+    return Codec(vocab_size, None if tokenizer_file is None else Tokenizer.open(tokenizer_file))
 
 
 def builtin_ids(codec: Codec, num_tokens: int) -> np.ndarray:

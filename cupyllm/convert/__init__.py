@@ -1,0 +1,1 @@
+"""Other checkpoint formats, turned into Hugging Face directories."""
