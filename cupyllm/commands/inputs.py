@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -109,6 +111,35 @@ def save_npy(path: str, array: np.ndarray) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_lines(path: str, option: str) -> list[str]:
+    """The lines of a UTF-8 file, none of them empty. Raises InputError that names the line.
+
+    A line ends with LF or CRLF; other separators of Unicode are text.
+    """
+    text = _read_text(path)
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    empty = next((number for number, line in enumerate(lines, 1) if not line), None)
+    if not text or empty is not None:
+        where = "is empty" if not text else f"has nothing in line {empty}"
+        raise InputError(f"{option} {show_path(path)} {where}, expected one prompt a line; remove the line")
+    return lines
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON to `path`, whole or not at all. Raises StorageError."""
+    temporary = _beside(path)
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def parent(path: str) -> Path:

@@ -80,6 +80,7 @@ class Engine:
         self.running: list[Generation] = []  # oldest first
         self.num_submitted = 0
         self.num_steps = 0
+        self.num_rows = 0  # computed in all steps: tokens whose keys and values were not reused
         self._pid = os.getpid()
 
     # -- what callers do ----------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class Engine:
         sampled = [g for g, stop in plan.items() if stop == len(g.ids)]
         logits = self.runner.step(self._batch(plan, sampled, copies))
         self.num_steps += 1
+        self.num_rows += sum(stop - g.computed for g, stop in plan.items())
         for generation, stop in plan.items():
             assert generation.pages is not None
             self.pool.commit(generation.pages, generation.ids[generation.computed : stop])

@@ -41,8 +41,14 @@ class Runner(Protocol):
     max_pages: int  # pages of one sequence: the block table's width
     backend_name: str
     device_name: str
-    dtype: str
-    mode: str  # "stream" or "resident"
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def mode(self) -> str:
+        """The word "stream" or "resident"."""
+        ...
 
     def step(self, batch: StepBatch) -> np.ndarray:
         """Logits float32 [R,V]."""

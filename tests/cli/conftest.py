@@ -56,8 +56,8 @@ def cli(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
     monkeypatch.setattr(runtime, "ask_driver", lambda: (None, []))
 
-    def run(*arguments: object) -> Ran:
-        result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
+    def run(*arguments: object, stdin: str | bytes | None = None) -> Ran:
+        result = CliRunner().invoke(commands, [str(argument) for argument in arguments], input=stdin)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return Ran(result.exit_code, result.stdout, result.stderr)

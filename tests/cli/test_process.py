@@ -16,7 +16,7 @@ from cupyllm.commands import doctor, output
 
 HELP_SECONDS = 0.3
 HEAVY = ("numpy", "cupy", "ml_dtypes", "tokenizers", "rich")
-COMMANDS = ("forward", "grads", "grad-check", "train-smoke", "synth", "verify", "doctor")
+COMMANDS = ("forward", "generate", "chat", "grads", "grad-check", "train-smoke", "synth", "verify", "doctor")
 
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:

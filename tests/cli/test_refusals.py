@@ -36,7 +36,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "expected one of forward, grads"),
+        ([], "expected one of forward, generate, chat, grads"),
         (["frobnicate"], "frobnicate"),
         (["forward", "--frobnicate"], "--frobnicate"),
         (["forward", "--layers", 0], "--layers"),
