@@ -1,6 +1,6 @@
 """What a model can be asked to do, whichever backend does it.
 
-`Engine` is implemented twice and shares no maths: reference/engine.py (NumPy, streams layers from the mapping) and
+`Engine` is implemented twice and shares no maths: reference/engine.py (NumPy, converts layer by layer) and
 model/engine.py (device kernels, streams layers through slots). Commands, the trainer and `verify` talk to this page.
 """
 
@@ -30,10 +30,6 @@ class WeightSource(Protocol):
 
     def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(dtype in {"float32", "bfloat16", "float16"}, shape) of a parameter."""
-        ...
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Read-only view in the stored dtype (ml_dtypes.bfloat16 for bf16); no copy where it can be avoided."""
         ...
 
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:

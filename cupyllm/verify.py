@@ -1,7 +1,8 @@
 """All proofs on this machine, as one report: what `cupyllm verify` runs.
 
-Each proof returns whether it holds, one line for a reader and the numbers behind it. An error inside a proof (a file
-that changed, memory that ran out) is a proof that does not hold, with the error as its line: the others still run.
+Each proof returns whether it holds, one line for a reader and the numbers behind it. An error inside a proof, whatever
+its kind, is a proof that does not hold, with the error as its line: the others still run, and the report is written.
+What no proof can do without, a cache that can be written, is looked for before the first of them.
 Models are synthetic and small, so that everything takes minutes on two CPU cores; `--model` adds the statistics of
 every weight of a real checkpoint and one pass over text.
 """
@@ -14,6 +15,7 @@ import math
 import os
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,21 +28,21 @@ from typing import Any
 import numpy as np
 
 from cupyllm import check, doctor
-from cupyllm.cache import cached_synthetic
+from cupyllm.cache import cache_subdir, cached_synthetic, synthetic_entry
 from cupyllm.commands import grad_check, train_smoke
 from cupyllm.commands.output import plain
 from cupyllm.commands.session import make_engine
 from cupyllm.config import default_proportions
 from cupyllm.engine import Engine, WeightSource
 from cupyllm.errors import CupyllmError
-from cupyllm.files import make_directory, show_path, storage_error
+from cupyllm.files import make_directory, output_file, show_path, storage_error, temporary_beside
 from cupyllm.model.checkpoint import Checkpoint
 from cupyllm.runtime import Runtime
+from cupyllm.stream.pieces import PieceReader, widen_into
 from cupyllm.text import builtin_ids, open_codec
 
 LAYERS, TOKENS, REPEATS = 3, 96, 20
 SMOKE_LAYERS, SMOKE_TOKENS, SMOKE_STEPS = 4, 256, 10
-STATISTICS_CHUNK = 1 << 22  # elements held in float32 at once, per thread
 
 
 @dataclass
@@ -108,7 +110,11 @@ class Report:
 
 
 def verify(checkpoint: Checkpoint | None, runtime: Runtime, say: Callable[[str], None]) -> Report:
-    """Run every proof, those on `checkpoint` too where there is one; `say` gets one line for each as it ends."""
+    """Run every proof, those on `checkpoint` too where there is one; `say` gets one line for each as it ends.
+
+    Raises StorageError, before the first proof, when models are missing from a cache that cannot be written.
+    """
+    check_cache()
     machine = doctor.examine()
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     report = Report(machine, commit(), runtime.name, _device_name(runtime), when)
@@ -118,11 +124,19 @@ def verify(checkpoint: Checkpoint | None, runtime: Runtime, say: Callable[[str],
         try:
             done = proof()
         except CupyllmError as error:
-            done = Proof(name, False, str(error))
+            done = Proof(name, False, _one_line(error))
+        except Exception as error:  # a bug, in the proof or in what it proves: a report without it would hide the rest
+            done = Proof(name, False, f"{type(error).__name__}: {_one_line(error)}", {"traceback": _traceback(error)})
         done.name, done.seconds = name, time.perf_counter() - began
         report.proofs.append(done)
         say(f"{'ok  ' if done.ok else 'FAIL'} {name}: {done.line} ({done.seconds:.1f} s)")
     return report
+
+
+def check_cache() -> None:
+    """Raise StorageError when the proofs' models are not in the cache and cannot be put there."""
+    if not all(synthetic_entry(default_proportions(layers), 0).is_dir() for layers in (LAYERS, SMOKE_LAYERS)):
+        cache_subdir("synthetic")
 
 
 def write(report: Report, out: str) -> tuple[Path, Path]:
@@ -130,12 +144,15 @@ def write(report: Report, out: str) -> tuple[Path, Path]:
     directory = make_directory(Path(out))
     texts = {"verify.json": json.dumps(plain(report.to_json()), indent=1) + "\n", "verify.md": report.to_markdown()}
     for name, text in texts.items():
+        target = output_file(directory / name)
+        temporary = temporary_beside(target)
         try:
-            temporary = directory / f".{name}.tmp"
             temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, directory / name)
+            os.replace(temporary, target)
         except OSError as error:
             raise storage_error(directory / name, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
     return directory / "verify.json", directory / "verify.md"
 
 
@@ -237,11 +254,13 @@ def _training(runtime: Runtime, dtype: str) -> Proof:
 
 
 def _weights(checkpoint: Checkpoint) -> Proof:
-    """min, max, standard deviation and non-finite count of every parameter, one chunk in memory per thread."""
+    """min, max, standard deviation and non-finite count of every parameter, one piece in memory per thread."""
     names = checkpoint.names()
+    checkpoint.check_unchanged()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: tensor_statistics(checkpoint.tensor(name)), names)
+        found = pool.map(partial(tensor_statistics, checkpoint), names)
         statistics = dict(zip(names, found, strict=True))
+    checkpoint.check_unchanged()
     bad = {name: s["nonfinite"] for name, s in statistics.items() if s["nonfinite"]}
     total = sum(s["elements"] for s in statistics.values())
     line = f"{len(names)} tensors, {total} values of {show_path(checkpoint.path)}: "
@@ -249,12 +268,14 @@ def _weights(checkpoint: Checkpoint) -> Proof:
     return Proof("", not bad, line, {"tensors": statistics})
 
 
-def tensor_statistics(array: np.ndarray) -> dict[str, Any]:
+def tensor_statistics(source: WeightSource, name: str) -> dict[str, Any]:
     """elements, nonfinite, and of the finite values min, max, absmax, mean, std (float64 sums)."""
-    flat = array.reshape(-1)
+    dtype, shape = source.spec(name)
+    elements = math.prod(shape)
     low, high, total, squares, bad = math.inf, -math.inf, 0.0, 0.0, 0
-    for start in range(0, flat.size, STATISTICS_CHUNK):
-        values = flat[start : start + STATISTICS_CHUNK].astype(np.float32)
+    for piece in PieceReader(source).pieces(name):
+        values = np.empty(piece.size, np.float32)
+        widen_into(piece, values)
         finite = np.isfinite(values)
         if not finite.all():
             bad += int(values.size - finite.sum())
@@ -263,12 +284,12 @@ def tensor_statistics(array: np.ndarray) -> dict[str, Any]:
             low, high = min(low, float(values.min())), max(high, float(values.max()))
             total += float(values.sum(dtype=np.float64))
             squares += float(np.square(values, dtype=np.float64).sum())
-    count = flat.size - bad
+    count = elements - bad
     mean = total / count if count else math.nan
     return {
-        "dtype": array.dtype.name,
-        "shape": list(array.shape),
-        "elements": int(flat.size),
+        "dtype": dtype,
+        "shape": list(shape),
+        "elements": elements,
         "nonfinite": bad,
         "min": low if count else math.nan,
         "max": high if count else math.nan,
@@ -323,6 +344,14 @@ def _digest(engine: Engine, ids: np.ndarray) -> str:
 
 def _device_name(runtime: Runtime) -> str:
     return "CPU (NumPy)" if runtime.backend is None else runtime.backend.device_name
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or "no message"
+
+
+def _traceback(error: Exception) -> list[str]:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
 
 
 def _cell(text: str) -> str:

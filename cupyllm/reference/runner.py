@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from cupyllm.engine import WeightSource
-from cupyllm.model.names import EMBED, FINAL_NORM
+from cupyllm.model.names import FINAL_NORM
 from cupyllm.reference import kv_append, linear, paged_attention, qwen3, rmsnorm, rope
 from cupyllm.reference.engine import Mode, ReferenceEngine
 from cupyllm.serve.runner import StepBatch
@@ -49,7 +49,7 @@ class ReferenceRunner:
             for pages in self.pages:
                 for array in pages:
                     array[copy.target] = array[copy.source]
-        x = self.engine.source.tensor(EMBED)[batch.ids].astype(self.dtype)
+        x = self.engine.embedding_rows(batch.ids)
         cos, sin = rope.table(batch.positions, *self.frequencies, np.dtype(self.dtype))
         for index in range(self.config.num_hidden_layers):
             params = self.engine.load_layer(index, self.mode)

@@ -5,8 +5,9 @@ The format (huggingface/safetensors, README "Format"): a little-endian u64 N, N 
 from the first data byte. Sizes are checked before anything is read or allocated, and the tensors must tile the data
 exactly: a file that is too short, too long, overlapping or holed is an error at open and not a wrong number later.
 
-Two ways to the bytes: `tensor` is a zero-copy view of a read-only shared mapping (it serves the NumPy reference);
-`read_into` uses pread only, so that a file truncated under a running job is an error and not a SIGBUS.
+Two ways to the bytes: `read_range` and `read_into` use pread, so that a file truncated under a running job is an error
+and not a SIGBUS; whatever computes reads that way. `tensor` is a zero-copy view of a read-only shared mapping, to look
+into a file that nobody changes.
 
 Why not the `safetensors` package: it copies when it makes NumPy arrays, knows no bfloat16 there, has no pread path,
 gives neither file offsets nor a mapping to register with the device, and must hold all tensors in memory to write.
@@ -18,7 +19,6 @@ import json
 import math
 import mmap
 import os
-import secrets
 import stat
 import struct
 import threading
@@ -32,7 +32,15 @@ import ml_dtypes
 import numpy as np
 
 from cupyllm.errors import CheckpointError
-from cupyllm.files import load_json, show_path, storage_error, sync_directory, why_missing
+from cupyllm.files import (
+    load_json,
+    output_file,
+    show_path,
+    storage_error,
+    sync_directory,
+    temporary_beside,
+    why_missing,
+)
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -182,8 +190,8 @@ class SafetensorsWriter:
 
     `tensors` maps name to (dtype, shape); tensors lie in that order, stably sorted by item size so that each is
     aligned to it. Leaving the `with` block normally closes, leaving it by an exception aborts; after an abort or a
-    failed write nothing is left.
-    Raises StorageError when the system refuses, ValueError for a wrong call.
+    failed write nothing is left. A symbolic link at `path` stays, the file it leads to is replaced.
+    Raises StorageError when the system refuses or no regular file is there, ValueError for a wrong call.
     """
 
     def __init__(
@@ -196,7 +204,8 @@ class SafetensorsWriter:
         header, self._infos = _build_header(tensors, metadata)
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in self._infos}
         self._guard = threading.Lock()
-        self._temp = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
+        self._target = output_file(path)
+        self._temp = temporary_beside(self._target)
         self._fd: int | None = None
         try:
             self._fd = os.open(self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -253,8 +262,8 @@ class SafetensorsWriter:
             raise ValueError(f"close: {show_path(self.path)} lacks the data of {len(unwritten)}: {unwritten[0]!r}, …")
         try:
             os.fsync(self._fd)
-            os.rename(self._temp, self.path)
-            sync_directory(self.path.parent)
+            os.rename(self._temp, self._target)
+            sync_directory(self._target.parent)
         except OSError as error:
             self.abort()
             raise storage_error(self.path, error) from error

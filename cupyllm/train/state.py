@@ -18,6 +18,7 @@ from cupyllm.backend.base import NUMPY_DTYPE
 from cupyllm.config import ModelConfig
 from cupyllm.engine import WeightSource
 from cupyllm.errors import OutOfMemory
+from cupyllm.stream.pieces import PieceReader
 
 
 def state_bytes(source: WeightSource, dtype: str) -> int:
@@ -32,7 +33,8 @@ class HostState:
     def __init__(self, source: WeightSource, dtype: str, available_bytes: int | None = None) -> None:
         """Copy every weight of `source`. `dtype`: of the streamed weights.
 
-        Raises OutOfMemory when `available_bytes` of host memory cannot hold the state.
+        Raises OutOfMemory when `available_bytes` of host memory cannot hold the state, CheckpointError when a file
+        changes meanwhile.
         """
         needed = state_bytes(source, dtype)
         if available_bytes is not None and needed > available_bytes:
@@ -47,13 +49,16 @@ class HostState:
         self.v: dict[str, np.ndarray] = {}
         self.compute: dict[str, np.ndarray] = {}
         self.step = 0
+        reader = PieceReader(source)
+        source.check_unchanged()
         for name in source.names():
-            self.master[name] = np.array(source.tensor(name), dtype=np.float32, order="C")
+            self.master[name] = reader.read(name, np.empty(source.spec(name)[1], np.float32))
             self.m[name] = np.zeros_like(self.master[name])
             self.v[name] = np.zeros_like(self.master[name])
             if dtype != "float32":
                 self.compute[name] = np.empty(self.master[name].shape, NUMPY_DTYPE[dtype])
             self.refresh(name)
+        source.check_unchanged()
 
     def refresh(self, name: str) -> None:
         """Renew the streamed copy of a parameter after its master changed."""
@@ -68,9 +73,6 @@ class HostState:
 
     def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self.dtype, self.master[name].shape
-
-    def tensor(self, name: str) -> np.ndarray:
-        return self.compute[name]
 
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
         out[:] = self.compute[name].reshape(-1).view(np.uint8)[start : start + out.size]

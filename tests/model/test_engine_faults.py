@@ -6,6 +6,7 @@ Every comparison is with a fresh engine on a fresh emulator, which runs stream w
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,10 @@ from cupyllm.backend.base import Backend
 from cupyllm.engine import ForwardResult
 from cupyllm.errors import CheckpointError, OutOfMemory, StorageError
 from cupyllm.model import engine as engine_module
+from cupyllm.model.checkpoint import Checkpoint
 from cupyllm.model.engine import DeviceEngine
 from cupyllm.reference.engine import ReferenceEngine
+from cupyllm.synth import synthesize
 from tests.hostcuda.backend import HostBackend, HostBuffer
 from tests.reference.sources import ArraySource, random_arrays, tiny_config
 
@@ -221,6 +224,73 @@ def test_a_file_cut_short_before_a_pass_is_an_error_not_a_bus_error(call: str, t
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr[-300:])  # -7: SIGBUS
     assert "in use" in done.stdout
+
+
+class Checked(Source):
+    """Check number `changed_at`, counted from 0, finds that a file was changed."""
+
+    changed_at: int | None = None
+    num_checks = 0
+
+    def check_unchanged(self) -> None:
+        number, self.num_checks = self.num_checks, self.num_checks + 1
+        if number == self.changed_at:
+            raise CheckpointError("it was changed while in use")
+
+
+PASSES: dict[str, Callable[[DeviceEngine], object]] = {
+    "stream": logits,
+    "resident": lambda engine: logits(engine, mode="resident"),
+    "gradients": grads,
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first pass", "second pass"])
+@pytest.mark.parametrize("name", PASSES)
+def test_every_check_counts_and_the_last_one_ends_the_pass(name: str, again: bool) -> None:
+    """Whichever check finds the change, the pass fails and the next is exact; nothing is read after the last check."""
+    weights = Checked(source().config, source().arrays)
+    backend, log = HostBackend(deferred=True), list[str]()
+    with DeviceEngine(weights, backend) as engine:
+        if again:
+            PASSES[name](engine)
+        with pytest.MonkeyPatch.context() as patch:
+            read, check = weights.read_into, weights.check_unchanged
+            patch.setattr(weights, "read_into", lambda *given: (log.append("read"), read(*given)))
+            patch.setattr(weights, "check_unchanged", lambda: (log.append("check"), check()))
+            weights.num_checks = 0
+            PASSES[name](engine)
+        assert log[-1] == log[0] == "check"
+        for number in range(weights.num_checks if again else 1):
+            weights.num_checks, weights.changed_at = 0, number
+            with pytest.raises(CheckpointError, match="changed while in use"):
+                PASSES[name](engine)
+        weights.changed_at = None
+        assert_same(logits(engine), clean_logits())
+        assert_same_grads(grads(engine), clean_grads())
+    assert_nothing_left(backend)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("at", [1, LAYERS // 2, LAYERS])
+def test_bytes_overwritten_in_the_middle_of_a_pass(name: str, at: int, tmp_path: Path) -> None:
+    path = synthesize(tiny_config(head_dim=16, num_hidden_layers=LAYERS, dtype="bfloat16"), tmp_path / "model", 0)
+    weights = path / "model.safetensors"
+    os.utime(weights, (1e9, 1e9))  # a change within one tick of the kernel's clock could not be seen
+
+    def overwrite(done: int, of: int) -> None:
+        if done == of * at // LAYERS:
+            with open(weights, "r+b") as file:
+                file.seek(-100, os.SEEK_END)
+                file.write(bytes(100))
+
+    with Checkpoint.open(path) as checkpoint, DeviceEngine(checkpoint, HostBackend(deferred=True)) as engine:
+        PASSES[name](engine)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while in use"):
+            if name == "gradients":
+                engine.loss_and_grads(OTHER, OTHER, lambda name, gradient: None, on_layer=overwrite)
+            else:
+                engine.forward(OTHER, mode=name, on_layer=overwrite)  # type: ignore[arg-type]
 
 
 # ---- memory ----

@@ -47,6 +47,15 @@ def test_gathers_exactly(backend: Backend, dtype: str, weight_dtype: str) -> Non
     opcheck.assert_same_bits(done.outputs[0], want)
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7F80FFFF, 0x7FC00001, 0xFFFFFFFF])
+def test_a_nan_stays_one_in_bfloat16(backend: Backend, bits: int) -> None:
+    """A payload in the lower half alone must not be cut off: the upper half of such a NaN is infinity's."""
+    weight = np.full((2, 5), bits, np.uint32).view(np.float32)
+    done = run_op(backend, OP, [np.array([1], np.int32)], [weight], {"dtype": "bfloat16"})
+    want = np.full((1, 5), bits >> 16 | 0x40, np.uint16)  # quiet, with the sign and the upper payload of the input
+    opcheck.assert_same_bits(done.outputs[0].view(np.uint16), want)
+
+
 def test_rows_that_no_id_names_are_zero_or_unchanged(backend: Backend) -> None:
     ids, d_y = np.array([1, 5, 1], np.int32), np.ones((3, 4), np.float32)
     weight = np.full((7, 4), 9, np.float32)

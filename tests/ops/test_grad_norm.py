@@ -18,7 +18,7 @@ from cupyllm.errors import InputError
 from cupyllm.ops.grad_norm import as_factor, clip_coefficient, global_norm, scale, sum_of_squares
 from cupyllm.reference import grad_norm as reference
 from tests.hostcuda.backend import HostBackend
-from tests.ops.opcheck import assert_same_bits
+from tests.ops.opcheck import GuardedBackend, assert_same_bits
 
 
 def sums(backend: Backend, *gradients: np.ndarray) -> np.ndarray:
@@ -49,6 +49,12 @@ def test_every_element_counts_once(backend: Backend) -> None:
     for size in (8192, 20_000):
         gradient = np.arange(1, size + 1, dtype=np.float32)
         assert sums(backend, gradient)[0] == size * (size + 1) * (2 * size + 1) // 6
+
+
+@pytest.mark.parametrize("size", [1, 1000, 8191, 9001])
+def test_nothing_beyond_the_end_counts(backend: Backend, size: int) -> None:
+    """Between guard bytes, which are NaN as floats: one element too many, and the sum is NaN."""
+    assert sums(GuardedBackend(backend), np.ones(size, np.float32))[0] == size  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -82,6 +82,47 @@ def test_long_sums_have_two_levels(backend: Backend, shape: tuple[int, int, int]
     assert sequential > limit, "the limit would not notice a sum in one sequence"
 
 
+def two_levels(terms: np.ndarray, run: int = 128) -> np.ndarray:
+    """float32 sum over axis 0 in order: runs of `run` terms from 0, each added to a total. Every step rounds."""
+    total = np.zeros(terms.shape[1:], np.float32)
+    for first in range(0, len(terms), run):
+        total = total + np.add.accumulate(terms[first : first + run], axis=0)[-1]
+    return total
+
+
+@pytest.mark.parametrize("length", [128, 129, 1000, 1024])
+def test_partial_sums_are_promoted_every_128_terms(backend: Backend, length: int) -> None:
+    """Bit for bit. One operand is 1, so that each product is exact and fmaf is an addition."""
+    terms = np.random.default_rng(length).random((length, 70)).astype(np.float32)
+    want = two_levels(terms)
+    if length > 256:
+        for run in (64, 127, 144, 256, 512, length):
+            assert (two_levels(terms, run) != want).any(), f"the terms cannot tell 128 from {run}"
+    ones = np.ones((1, length), np.float32)
+    forward = run_op(backend, OP, [ones], [np.ascontiguousarray(terms.T)])
+    opcheck.assert_same_bits(forward.outputs[0], want[None])
+    # d_x = d_y weight with weight = terms; d_weight = d_y^T x with x = terms and one column of ones as d_y.
+    dgrad = run_op(backend, OP, [np.ones((1, 70), np.float32)], [terms], {}, [ones])
+    assert dgrad.d_inputs[0] is not None
+    opcheck.assert_same_bits(dgrad.d_inputs[0], want[None])
+    wgrad = run_op(backend, OP, [terms], [np.ones((1, 70), np.float32)], {}, [np.ones((length, 1), np.float32)])
+    opcheck.assert_same_bits(wgrad.d_params[0], want[None])
+
+
+def test_bias_gradient_is_promoted_every_128_terms(backend: Backend) -> None:
+    """Warp w adds the rows w, w + 8, .. in runs of 128; then the warps' totals are added in order."""
+    d_y = np.random.default_rng(0).random((5003, 40)).astype(np.float32)
+
+    def in_order(run: int) -> np.ndarray:
+        return np.add.accumulate([two_levels(d_y[warp::8], run) for warp in range(8)])[-1]
+
+    for run in (64, 127, 129, 256, 626):
+        assert (in_order(run) != in_order(128)).any()
+    x, weight = np.ones((5003, 1), np.float32), np.ones((40, 1), np.float32)
+    done = run_op(backend, OP, [x], [weight, weight[:, 0]], {}, [d_y])
+    opcheck.assert_same_bits(done.d_params[1], in_order(128))
+
+
 def test_bias_gradient_has_two_levels(backend: Backend) -> None:
     """400000 rows over 8 warps: in runs of 128 u sqrt(128/3 + 390/3)/sqrt(8) = 5 u, in sequences of 50000 46 u."""
     d_y = np.random.default_rng(0).random((400_000, 1)).astype(np.float32)

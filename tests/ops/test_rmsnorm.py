@@ -7,12 +7,14 @@ import pytest
 
 from cupyllm import ops
 from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec, Tensor
-from cupyllm.backend.eager import run_op
+from cupyllm.backend.eager import Session, run_op
+from cupyllm.backend.record import Recorder
 from cupyllm.errors import InputError
 from cupyllm.ops.cases import draw
 from cupyllm.ops.op import Case
 from tests.hostcuda.backend import HostBackend
 from tests.ops import opcheck
+from tests.ops.test_linear import two_levels
 
 OP = ops.get("rmsnorm")
 CASES = opcheck.small_cases("rmsnorm")
@@ -48,6 +50,61 @@ def test_long_sums(backend: Backend, shape: tuple[int, int, int]) -> None:
     num_rows, width, dim = shape
     case = Case("long", ((num_rows, width),), ((dim,),), {"eps": 0.5})
     opcheck.check(backend, "rmsnorm", case, "float32", limit=limits(case, "float32"))
+
+
+def test_the_weight_gradient_is_added_in_the_documented_order(backend: Backend) -> None:
+    """Bit for bit: 256 slabs, in each eight warps that add every eighth chunk in runs of 128, the warps in order, then
+    the slabs in runs of 128. With x = r = 1 each term is d_y itself. Four columns have terms in
+    the first slab alone and four one term a slab, lest one level's rounding hide the other's."""
+    num_chunks, num_slabs = 300_000, 256
+    slab_chunks = -(-num_chunks // num_slabs)
+    d_y, rng = np.zeros((num_chunks, 8), np.float32), np.random.default_rng(0)
+    d_y[:slab_chunks, :4] = rng.random((slab_chunks, 4))
+    d_y[::slab_chunks, 4:] = rng.random((num_slabs, 4))
+
+    def in_order(run: int, slab_run: int) -> np.ndarray:
+        warps = two_levels(terms.transpose(1, 0, 2, 3), run)  # [slab,warp,D]
+        return two_levels(np.add.accumulate(warps, axis=1)[:, -1], slab_run)
+
+    terms = np.zeros((num_slabs, -(-slab_chunks // 8) * 8, 8), np.float32)  # adding 0 changes no sum
+    padded = np.zeros((num_slabs * slab_chunks, 8), np.float32)
+    padded[:num_chunks] = d_y
+    terms[:, :slab_chunks] = padded.reshape(num_slabs, slab_chunks, 8)
+    terms = terms.reshape(num_slabs, -1, 8, 8)  # [slab,term,warp,D]
+    want = in_order(128, 128)
+    assert -(-slab_chunks // 8) > 128, "no warp of a slab has more than one run"
+    for other in ((147, 128), (64, 128), (128, 256), (128, 64)):
+        assert (in_order(*other) != want).any(), f"the terms cannot tell the runs from {other}"
+    with Session(backend) as session:  # the weight's gradient alone
+        x, weight, rstd = (session.put(np.ones(n, np.float32)) for n in ((num_chunks, 8), (8,), (num_chunks,)))
+        target = session.empty(Spec((8,), "float32"))
+        rec = Recorder(backend.capability)
+        OP.backward(rec, (x, weight, rstd), [session.put(d_y)], [None], [target], {"eps": 0.0}, False)
+        session.execute(rec)
+        opcheck.assert_same_bits(session.get(target), want)
+
+
+@pytest.mark.parametrize("width", [200, 256, 257, 1000], ids=lambda width: f"D {width}")
+def test_squares_are_added_in_the_documented_order(backend: Backend, width: int) -> None:
+    """Bit for bit: thread t of 32 (256 beyond D = 256) adds x[t], x[t + 32], ..; then butterflies, then the warps.
+
+    Values are eighths up to 8 and their squares exact, so a multiplication fused with the addition changes nothing; one
+    value of 2^12 makes later additions round.
+    """
+    group = 32 if width <= 256 else 256
+    x = np.random.default_rng(width).integers(1, 64, (6, width)).astype(np.float32) / 8
+    x[:, 5] = 4096
+    squares = np.zeros((6, -(-width // group) * group), np.float32)
+    squares[:, :width] = x * x
+    lanes = np.add.accumulate(squares.reshape(6, -1, group), axis=1)[:, -1]
+    lanes = lanes.reshape(6, -1, 32)
+    for distance in (16, 8, 4, 2, 1):
+        lanes = lanes + lanes[..., np.arange(32) ^ distance]
+    total = np.add.accumulate(lanes[..., 0], axis=1)[:, -1]
+    assert (total != np.add.accumulate(x * x, axis=1)[:, -1]).any()
+    rstd = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(0.5))
+    done = run_op(backend, OP, [x], [np.ones(width, np.float32)], {"eps": 0.5})
+    opcheck.assert_same_bits(done.outputs[0], x * rstd[:, None])
 
 
 def test_rounds_in_hugging_faces_order(backend: Backend) -> None:

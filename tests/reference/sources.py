@@ -25,9 +25,6 @@ class ArraySource:
     def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self.arrays[name].dtype.name, self.arrays[name].shape
 
-    def tensor(self, name: str) -> np.ndarray:
-        return self.arrays[name]
-
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
         out[...] = np.ascontiguousarray(self.arrays[name]).reshape(-1).view(np.uint8)[start : start + out.size]
 

@@ -43,6 +43,7 @@ class Arrays:
         self.arrays = arrays
         self.before_read: Callable[[str], None] = lambda name: None
         self.num_checks = 0
+        self.changed_at: int | None = None  # the check, counted from 0, that finds a changed file
 
     def names(self) -> list[str]:
         return list(self.arrays)
@@ -50,15 +51,14 @@ class Arrays:
     def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self.arrays[name].dtype.name, self.arrays[name].shape
 
-    def tensor(self, name: str) -> np.ndarray:
-        return self.arrays[name]
-
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
         self.before_read(name)
         out[...] = raw(self.arrays[name])[start : start + out.size]
 
     def check_unchanged(self) -> None:
-        self.num_checks += 1
+        number, self.num_checks = self.num_checks, self.num_checks + 1
+        if number == self.changed_at:
+            raise CheckpointError("it was changed while in use")
 
 
 def raw(array: np.ndarray) -> np.ndarray:
@@ -106,9 +106,10 @@ class Consumer:
         assert len(self.slots) == len(groups)
         for slot, buffer, group in zip(self.slots, self.buffers, groups, strict=True):
             for key, tensor in slot.layout.tensors(buffer.address).items():
-                host = np.empty(tensor.nbytes, np.uint8)
+                host, stored = (np.empty(tensor.nbytes, np.uint8) for _ in range(2))
                 self.backend.download(host, tensor.address)
-                assert (host == raw(self.source.tensor(group[key]))).all(), (slot.index, key)
+                self.source.read_into(group[key], stored)
+                assert (host == stored).all(), (slot.index, key)
 
     def free(self) -> None:
         self.backend.synchronize()
@@ -123,6 +124,37 @@ class Consumer:
 
 def reader_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("cupyllm-piece", "cupyllm-reader"))]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_change_between_groups_stops_the_stream(backend: Backend, number: int) -> None:
+    """Every group is checked before it is read: the group that changed is not handed out, those before it are."""
+    source, groups = model(5)
+    source.changed_at = number
+    consumer = Consumer(backend, source)
+    seen: list[int] = []
+    try:
+        with pytest.raises(CheckpointError, match="changed while in use"):
+            consumer.run(groups, seen.append)
+        assert seen == list(range(number))
+        source.changed_at = None
+        consumer.run(groups)
+    finally:
+        consumer.close()
+
+
+def test_a_change_stops_what_would_become_resident(backend: Backend) -> None:
+    source, (group,) = model(1)
+    lay = layout(source, group)
+    target = backend.allocate(lay.nbytes, "target")
+    backend.fill(target.address, lay.nbytes, 0x5A)
+    source.changed_at = 0
+    with pytest.raises(CheckpointError, match="changed while in use"):
+        upload_group(backend, source, group, lay, target.address)
+    host = np.empty(lay.nbytes, np.uint8)
+    backend.download(host, target.address)
+    target.free()
+    assert (host == 0x5A).all()  # nothing was uploaded
 
 
 def test_a_layout_is_canonical() -> None:

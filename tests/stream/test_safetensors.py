@@ -336,6 +336,18 @@ def test_unwritable_place(tmp_path: Path) -> None:
     expect_raises(StorageError, lambda: save_file(path, {"a": np.zeros(1)}), contains=str(path))
 
 
+def test_a_link_stays_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    link, long = tmp_path / "link", tmp_path / ("x" * 255)
+    link.symlink_to("real")
+    save_file(link, {"a": np.ones(4, np.float32)})
+    save_file(long, {"a": np.ones(4, np.float32)})
+    assert link.is_symlink() and (tmp_path / "real").read_bytes() == long.read_bytes()
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/null", tmp_path, f"{tmp_path}/new/"):
+        expect_raises(StorageError, lambda path=path: save_file(path, {"a": np.zeros(1)}), contains="expected a")
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "real", long.name]
+
+
 KILLED = """
 import sys, time, numpy as np
 from cupyllm.stream.safetensors import SafetensorsWriter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,13 @@ import pytest
 
 from cupyllm.backend.base import Backend
 from cupyllm.engine import Engine, GradientSink, LossResult, WeightSource
-from cupyllm.errors import OutOfMemory
+from cupyllm.errors import CheckpointError, OutOfMemory
 from cupyllm.model.checkpoint import Checkpoint
 from cupyllm.model.engine import DeviceEngine
 from cupyllm.reference.engine import ReferenceEngine
 from cupyllm.train.state import HostState, state_bytes
 from cupyllm.train.trainer import Trainer, TrainingStopped
+from tests.reference.sources import ArraySource
 
 H1 = Path(__file__).parents[1] / "fixtures" / "goldens" / "h1"
 IDS = np.arange(24).reshape(2, 12) * 7 % 256
@@ -84,6 +85,52 @@ def test_clipping_scales_to_the_bound(checkpoint: Checkpoint) -> None:
     assert result.clip_coef == pytest.approx(0.5 / (result.grad_norm + 1e-6))
     unclipped = Trainer(ReferenceEngine, checkpoint, lr=1e-3, clip=None).step(IDS, IDS)
     assert unclipped.clip_coef == 1.0 and unclipped.grad_norm == result.grad_norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        (0.5 - 2e-6, 1.0),
+        (0.5 - 5e-7, 0.5 / (0.5 - 5e-7 + 1e-6)),  # below the bound, and still multiplied by 1 - 1e-6
+        (0.5, 0.5 / (0.5 + 1e-6)),
+        (0.5 + 5e-7, 0.5 / (0.5 + 5e-7 + 1e-6)),
+        (1e-3, 1.0),
+        (7.0, 0.5 / (7.0 + 1e-6)),
+    ],
+)
+def test_the_coefficient_near_the_bound(norm: float, expected: float, checkpoint: Checkpoint) -> None:
+    """torch.nn.utils.clip_grad_norm_'s rule, to the bit: min(1, bound / (norm + 1e-6))."""
+
+    class Normed(ReferenceEngine):
+        def sum_of_squares(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
+            return {name: norm * norm if name == Poisoned.target else 0.0 for name in gradients}
+
+    result = Trainer(Normed, checkpoint, lr=1e-3, clip=0.5).step(IDS, IDS)
+    norm = math.sqrt(norm * norm)  # may differ from the parameter in the last bit
+    assert result.grad_norm == norm
+    assert result.clip_coef == min(1.0, 0.5 / (norm + 1e-6)) == pytest.approx(expected, rel=1e-14)
+    assert (result.clip_coef < 1.0) == (expected < 1.0)
+
+
+def test_a_change_while_the_masters_are_copied_is_an_error(checkpoint: Checkpoint) -> None:
+    """Checked before the first tensor and after the last."""
+
+    class Changing(ArraySource):
+        checks, changed_at = 0, -1
+
+        def check_unchanged(self) -> None:
+            self.checks += 1
+            if self.checks - 1 == self.changed_at:
+                raise CheckpointError("it was changed while in use")
+
+    source = Changing(checkpoint.config, {name: checkpoint.tensor(name) for name in checkpoint.names()})
+    state = HostState(source, "float32")
+    assert source.checks == 2
+    assert all((state.master[name] == source.arrays[name].astype(np.float32)).all() for name in source.names())
+    for number in range(2):
+        source.checks, source.changed_at = 0, number
+        with pytest.raises(CheckpointError, match="changed while in use"):
+            HostState(source, "float32")
 
 
 def test_state_that_does_not_fit_is_refused_beforehand(checkpoint: Checkpoint) -> None:
