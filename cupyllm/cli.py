@@ -7,6 +7,8 @@ ours and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +21,9 @@ from cupyllm.errors import CupyllmError
 
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
+MAX_LAYERS, MAX_STEPS = 10_000, 1_000_000
+STREAM_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+FLOAT32_MAX = 3.4028234663852886e38
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,10 +32,20 @@ class Commands(click.Group):
     """A group whose errors are one line on stderr, whoever raised them."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
-        extra["standalone_mode"] = False
+        """Always ends in SystemExit. click's own prints an empty line at an interrupt and gives 1 for a broken pipe."""
         try:
-            result = super().main(args, prog_name or "cupyllm", **extra)
+            _check_streams()
+            name = prog_name or "cupyllm"
+            self._main_shell_completion({}, name)
+            try:
+                with self.make_context(name, list(sys.argv[1:] if args is None else args), **extra) as context:
+                    result = self.invoke(context)
+            except click.exceptions.Exit as error:  # --help, --version
+                result = error.exit_code
+            sys.stdout.flush()
             sys.exit(result if isinstance(result, int) else 0)
+        except (KeyboardInterrupt, click.Abort):
+            fail("interrupted", INTERRUPTED)
         except CupyllmError as error:
             fail(str(error))
         except MemoryError as error:
@@ -42,23 +57,52 @@ class Commands(click.Group):
             fail(error.format_message().rstrip(".") + where)
         except click.ClickException as error:
             fail(error.format_message())
-        except click.Abort:
-            fail("interrupted", INTERRUPTED)
+        except OSError as error:
+            # Failures of files are StorageError and CheckpointError by now: what has no name is a standard stream.
+            if error.filename is not None or error.errno not in STREAM_ERRORS:
+                raise
+            _stdout_failed(error)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
-            sys.exit(BROKEN_PIPE)
+
+def _check_streams() -> None:
+    """Python has None for a stream that is closed; printing to None goes to stdout or nowhere."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    if sys.stdout is None:
+        fail("stdout is closed, expected somewhere to print to; use >/dev/null to discard the output")
+
+
+def _stdout_failed(error: OSError) -> None:
+    """Exit as it becomes a stdout that takes no more: 141 without a reader, else 2 and one line."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail too
+    if error.errno == errno.EPIPE:
+        sys.exit(BROKEN_PIPE)
+    name = errno.errorcode[error.errno or 0]
+    fail(f"cannot write to stdout: {error.strerror} ({name}), expected somewhere with room; redirect it elsewhere")
 
 
 def fail(message: str, status: int = USAGE_ERROR) -> None:
     """One line on stderr, then exit."""
-    print(f"cupyllm: error: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        print(f"cupyllm: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:  # nobody to tell; the status does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     sys.exit(status)
+
+
+class Positive(click.FloatRange):
+    """A number over 0 that float32 holds; click's range lets NaN through."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=FLOAT32_MAX, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number, expected one over 0.", param, ctx)
+        return number
 
 
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -91,10 +135,8 @@ model_option = click.option(
 size_option = click.option(
     "--size", type=click.Choice(SIZES, case_sensitive=False), help="A Qwen3 shape with random weights, made once."
 )
-layers_option = click.option("--layers", type=click.IntRange(min=1), help="Only the first N layers.")
-seed_option = click.option(
-    "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of random weights."
-)
+layers_option = click.option("--layers", type=click.IntRange(1, MAX_LAYERS), help="Only the first N layers.")
+seed_option = click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Of random weights. Default: 0.")
 yes_option = click.option("--yes", is_flag=True, help="Go ahead with a synthetic checkpoint over 8 GiB.")
 variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="OP=NAME", help="Force a kernel variant (doctor --variants)."
@@ -204,9 +246,9 @@ def grad_check(**arguments: Any) -> int:
 @cli.command("train-smoke")
 @options(model_option, size_option, layers_option)
 @click.option("--tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of built-in text.")
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Optimizer steps.")
-@click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Learning rate. Default: 0.03 / hidden size.")
-@click.option("--clip", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="Norm.")
+@click.option("--steps", type=click.IntRange(1, MAX_STEPS), default=10, show_default=True, help="Optimizer steps.")
+@click.option("--lr", type=Positive(), help="Learning rate. Default: 0.03 / hidden size.")
+@click.option("--clip", type=Positive(), default=1.0, show_default=True, help="Norm.")
 @options(backend_option, dtype_option, variant_option, seed_option, yes_option, json_option)
 def train_smoke(**arguments: Any) -> int:
     """A few AdamW steps on one fixed batch; every loss must be below the one before."""
@@ -218,7 +260,7 @@ def train_smoke(**arguments: Any) -> int:
 @cli.command()
 @options(size_option)
 @click.option("--hidden", type=click.IntRange(min=1), help="Hidden size.")
-@click.option("--layers", type=click.IntRange(min=1), help="Layers; with --size: only the first N.")
+@click.option("--layers", type=click.IntRange(1, MAX_LAYERS), help="Layers; with --size: only the first N.")
 @click.option("--heads", type=click.IntRange(min=1), help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Key/value heads. Default: as --heads.")
 @click.option("--head-dim", type=click.IntRange(min=2), help="Size of a head. Default: hidden / heads.")

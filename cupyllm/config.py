@@ -14,8 +14,8 @@ information is an error: no published one lacks it, so it has been damaged.
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from cupyllm.errors import ConfigError, InputError
-from cupyllm.files import load_json, show_path, why_missing
+from cupyllm.files import load_json, read_regular, show_path, why_missing
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 PARAMETER_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_LAYERS = 10_000  # far over any model, and few enough that a list of them costs nothing
+_MAX_SIZE = 2**31 - 1
+_SHOWN_CHARACTERS = 80  # of a wrong value in a message
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} is {value!r}, expected an integer >= 1")
+            if type(value) is not int or not 1 <= value <= _most(name):
+                raise _wrong(name, value, f"an integer from 1 to {_most(name)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads is {self.num_attention_heads}, expected a multiple of num_key_value_heads "
@@ -327,17 +330,19 @@ class _Reader:
         if rope_type in ("llama3", "yarn"):
             outer = self.raw.get("original_max_position_embeddings")
             original = outer if outer is not None else rope.get("original_max_position_embeddings", max_positions)
-            if type(original) is not int or original < 1:
-                raise _wrong(f"{key}.original_max_position_embeddings", original, "an integer >= 1")
+            if type(original) is not int or not 1 <= original <= _MAX_SIZE:
+                raise _wrong(f"{key}.original_max_position_embeddings", original, f"an integer from 1 to {_MAX_SIZE}")
             values["original_max_position_embeddings"] = original
+        if rope_type == "yarn" and theta <= 1:
+            raise _wrong("rope_theta", theta, "a number > 1 with yarn, which divides by its logarithm")
         if rope_type == "yarn" and rope.get("factor") is None:
             values["factor"] = max_positions / values["original_max_position_embeddings"]
         else:
-            values["factor"] = self._number("factor", rope, prefix=key)
+            values["factor"] = self._scaling("factor", rope, key)
         if values["factor"] < 1:
             raise _wrong(f"{key}.factor", values["factor"], "a number >= 1")
         if rope_type == "llama3":
-            low, high = (self._number(name, rope, prefix=key) for name in ("low_freq_factor", "high_freq_factor"))
+            low, high = (self._scaling(name, rope, key) for name in ("low_freq_factor", "high_freq_factor"))
             if low >= high:
                 raise _wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor ({low})")
             values.update(low_freq_factor=low, high_freq_factor=high)
@@ -345,7 +350,7 @@ class _Reader:
             for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
                 # null means the default, and so does 0 except in attention_factor, as in transformers
                 if rope.get(name) or (name == "attention_factor" and rope.get(name) is not None):
-                    values[name] = self._number(name, rope, prefix=key)
+                    values[name] = self._scaling(name, rope, key)
             truncate = rope.get("truncate", True)
             if not isinstance(truncate, bool):
                 raise _wrong(f"{key}.truncate", truncate, "true or false")
@@ -412,8 +417,8 @@ class _Reader:
         value = self.raw.get(key)
         if value is None:
             value = default
-        if type(value) is not int or value < least:
-            raise _wrong(key, "nothing" if value is None else value, f"an integer >= {least}")
+        if type(value) is not int or not least <= value <= _most(key):
+            raise _wrong(key, "nothing" if value is None else value, f"an integer from {least} to {_most(key)}")
         return value
 
     def _number(self, key: str, source: Mapping[str, Any], default: float | None = None, prefix: str = "") -> float:
@@ -421,9 +426,16 @@ class _Reader:
         if value is None:
             value = default
         name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise _wrong(name, "nothing" if value is None else value, "a number > 0")
         return float(value)
+
+    def _scaling(self, name: str, rope: Mapping[str, Any], key: str) -> float:
+        """A number with which rope tables are finite; published ones lie within 0.1 and 100."""
+        value = self._number(name, rope, prefix=key)
+        if not 1e-6 <= value <= 1e6:
+            raise _wrong(f"{key}.{name}", value, "a number from 1e-6 to 1e6")
+        return value
 
     def _boolean(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
@@ -440,8 +452,14 @@ _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "interme
 _ROPE_KEYS = {f.name for f in fields(RopeConfig)} - {"theta"} | {"rope_theta", "type", "partial_rotary_factor"}
 
 
+def _most(key: str) -> int:
+    return MAX_LAYERS if key == "num_hidden_layers" else _MAX_SIZE
+
+
 def _wrong(key: str, got: Any, expected: str) -> ConfigError:
     shown = got if got == "nothing" else repr(got)
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[:_SHOWN_CHARACTERS]}…"
     return ConfigError(f"{key} is {shown}, expected {expected}")
 
 
@@ -450,11 +468,11 @@ def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
         path = path / "config.json"
     where = show_path(path)
     try:
-        raw = load_json(path.read_bytes())
+        raw = load_json(read_regular(path))
     except FileNotFoundError:
         raise ConfigError(f"{why_missing(path)}; a checkpoint's config.json was expected") from None
     except OSError as error:
-        raise ConfigError(f"cannot read {where}: {os.strerror(error.errno or 0)}") from error
+        raise ConfigError(f"cannot read {where}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):

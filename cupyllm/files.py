@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,39 @@ def why_missing(path: str | os.PathLike[str]) -> str:
             target = os.readlink(candidate)
             return f"{show_path(candidate)} is a symbolic link to {show_path(target)}, which does not exist"
     return f"{show_path(path)} does not exist"
+
+
+def output_file(path: str | os.PathLike[str]) -> Path:
+    """Where a file called `path` is to be written: behind symbolic links, so that a link stays one.
+
+    Raises StorageError for what is there and no regular file: renaming a new file over it would destroy it.
+    """
+    name = os.fspath(path)
+    shown = show_path(name) or "''"
+    try:
+        mode = os.stat(name).st_mode if name else stat.S_IFDIR
+    except FileNotFoundError:
+        mode = stat.S_IFDIR if name.endswith(os.sep) else stat.S_IFREG
+    except OSError as error:
+        raise storage_error(name, error) from error
+    if stat.S_ISDIR(mode):
+        raise StorageError(f"{shown} is a directory, expected a file name; add one")
+    if not stat.S_ISREG(mode):
+        raise StorageError(f"{shown} is a device, FIFO or socket, expected a regular file or a new name; give one")
+    return Path(os.path.realpath(name))
+
+
+def temporary_beside(target: Path) -> Path:
+    """A new name in the directory of `target`, short whatever its name is (a name has at most 255 bytes)."""
+    return target.with_name(f".{secrets.token_hex(8)}.tmp")
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """A file's bytes. Raises OSError, also for what is no regular file: a FIFO may wait forever, a device never end."""
+    if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):  # before open: it would wait
+        raise OSError(errno.EINVAL, "it is a device, FIFO or socket, expected a regular file", os.fspath(path))
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def load_json(data: bytes) -> Any:
@@ -83,6 +117,7 @@ def storage_error(path: str | os.PathLike[str], error: OSError, doing: str = "wr
         errno.ENOSPC: "free some space or choose another directory",
         errno.EDQUOT: "the quota is used up: free some space or choose another directory",
         errno.EFBIG: "the file is over the size limit (ulimit -f or the file system's)",
+        errno.ENAMETOOLONG: "choose a shorter name",
         errno.EROFS: "the file system is read-only: choose another directory",
     }.get(error.errno or 0, "choose a directory that can be written")
     name = errno.errorcode.get(error.errno or 0, "I/O error")
@@ -136,9 +171,17 @@ def staged_directory(target: Path) -> Iterator[Path]:
     same target are removed first.
     Raises StorageError when the rename fails, FileExistsError when `target` has become a non-empty directory.
     """
+    target = Path(os.path.realpath(target))
+    try:
+        if target.exists() and (target.samefile(os.curdir) or target.is_mount()):
+            raise StorageError(
+                f"{show_path(target)} is the working directory or a mount point, expected another; give a new name"
+            )
+    except OSError as error:  # a name too long, say
+        raise storage_error(target, error, "create the directory") from error
     parent = make_directory(target.parent)
     remove_leftovers(parent, target.name)
-    staging = parent / f".{target.name}{_STAGING}{secrets.token_hex(6)}"
+    staging = parent / f"{_staging_prefix(target.name)}{secrets.token_hex(6)}"
     try:
         staging.mkdir()
         lock = _lock(staging)
@@ -158,12 +201,17 @@ def staged_directory(target: Path) -> Iterator[Path]:
 def remove_leftovers(parent: Path, name: str | None = None) -> int:
     """Remove the staging directories (of target `name`, or all) in `parent` whose maker is dead; bytes freed."""
     freed = 0
-    prefix = "." if name is None else f".{name}{_STAGING}"
+    prefix = "." if name is None else _staging_prefix(name)
     for entry in list(parent.iterdir()):
         if entry.name.startswith(prefix) and _STAGING in entry.name and not staging_in_use(entry):
             freed += tree_bytes(entry)
             shutil.rmtree(entry, ignore_errors=True)
     return freed
+
+
+def _staging_prefix(name: str) -> str:
+    """Cut to leave room: a name has at most 255 bytes."""
+    return f".{name.encode('utf-8', 'surrogateescape')[:200].decode('utf-8', 'ignore')}{_STAGING}"
 
 
 def is_staging(path: Path) -> bool:

@@ -291,8 +291,11 @@ def _write_shard(
                     raise
 
         with ThreadPoolExecutor(threads) as pool:
-            for future in [pool.submit(work) for _ in range(threads)]:
-                future.result()
+            try:
+                for future in [pool.submit(work) for _ in range(threads)]:
+                    future.result()
+            finally:
+                stop.set()  # at an interrupt here the workers would go on, and the pool waits for them
 
 
 def _tasks(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int]]:

@@ -88,6 +88,13 @@ def open_codec(tokenizer_file: Path | None, vocab_size: int) -> Codec:
 
 
 def builtin_ids(codec: Codec, num_tokens: int) -> np.ndarray:
-    """int64 [num_tokens]: the built-in text, repeated as often as it takes."""
+    """int64 [num_tokens]: the built-in text, repeated as often as it takes. Raises InputError without usable ids."""
     ids = codec.encode(BUILTIN_TEXT)
+    if not ids.size:
+        raise InputError("built-in text gives no token, expected at least one; give token ids, or another tokenizer")
+    if ids.max() >= codec.vocab_size:
+        raise InputError(
+            f"built-in text: id {int(ids.max())} is out of range, expected 0 <= id < {codec.vocab_size}; "
+            f"{codec.description} does not belong to this model"
+        )
     return np.resize(ids, num_tokens)

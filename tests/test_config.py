@@ -358,6 +358,33 @@ def test_damaged_files(text: str, message: str, tmp_path: Path) -> None:
     assert str(tmp_path / "config.json") in found
 
 
+BIG = 10**400  # an integer that is no float
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rms_norm_eps": BIG}, "rms_norm_eps"),
+        ({"rope_theta": BIG}, "rope_theta"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers"),
+        ({"num_hidden_layers": BIG}, "num_hidden_layers"),
+        ({"hidden_size": 2**31}, "hidden_size"),
+        ({"max_position_embeddings": BIG}, "max_position_embeddings"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": BIG}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {**LLAMA3, "factor": 1e308}}, "factor"),
+        ({"rope_scaling": {**YARN, "factor": 1e308}}, "factor"),
+        ({"rope_scaling": {**YARN, "beta_slow": 1e308}}, "beta_slow"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1e-308}}, "beta_fast"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta"),
+    ],
+)
+def test_numbers_that_would_overflow(changes: dict[str, Any], key: str) -> None:
+    refused(TINY | changes, key)
+    assert len(expect_raises(ConfigError, lambda: ModelConfig.from_hf(TINY | changes))) < 300  # digits are cut
+
+
 def test_dropout_is_said() -> None:
     notes: list[str] = []
     ModelConfig.from_hf(TINY | {"attention_dropout": 0.1}, notes)

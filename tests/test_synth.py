@@ -232,6 +232,29 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+INTERRUPTED = """
+import sys, time
+from cupyllm import synth
+from tests.casekit_checkpoint import tiny_config
+def slowly(done, total):
+    print("writing", flush=True)
+    time.sleep(0.1)
+synth._TASK_VALUES = 64  # hundreds of tasks, so that going on would take a minute
+synth.synthesize(tiny_config(), sys.argv[1], 0, threads=2, progress=slowly)
+"""
+
+
+def test_an_interrupt_stops_the_workers(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"writing\n"
+        child.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        assert b"KeyboardInterrupt" in child.communicate(timeout=60)[1]
+    assert time.monotonic() - sent < 3 and os.listdir(tmp_path) == []  # two tasks and the interpreter's end
+
+
 def test_a_directory_without_its_lock_is_left_alone_while_young(tmp_path: Path) -> None:
     young, old = tmp_path / ".out.partial-1", tmp_path / ".out.partial-2"
     young.mkdir()

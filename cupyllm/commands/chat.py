@@ -89,7 +89,7 @@ def run(*, system: str | None, as_json: bool, **shared: Any) -> int:
                     chat.set_system(system)
                 chat.encode([*chat.messages, {"role": "user", "content": "."}])  # a template that refuses does so now
                 output.note(f"context: {context} tokens" + ("; /help says what can be done" if terminal else ""))
-                output.begin()
+                output.begin(live=True)
                 return _loop(chat, lines, terminal)
 
 

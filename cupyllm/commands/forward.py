@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +15,7 @@ from cupyllm.hostmem import PeakSampler
 from cupyllm.text import Codec
 
 NUM_TOP_TOKENS = 5
+NONFINITE = "note: NaN or infinity in the loss or the logits; the weights hold such values or lead to them"
 
 
 def run(
@@ -30,7 +32,7 @@ def run(
     check_lossless: bool,
     logits_out: str | None,
     variants: tuple[str, ...],
-    seed: int,
+    seed: int | None,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -39,18 +41,27 @@ def run(
     inputs.exclusive(resident=stream is False, check_lossless=check_lossless)
     if logits_out is not None:
         inputs.check_writable(logits_out, "--logits-out")
+        inputs.check_not_read(logits_out, "--logits-out", [prompt_file, ids])
     forced = session.parse_variants(variants)
     output = Output(as_json)
     with PeakSampler() as memory, session.open_runtime(output, backend, dtype, variants) as runtime:
         with session.open_weights(output, model=model, size=size, layers=layers, seed=seed, yes=yes) as weights:
+            if logits_out is not None:
+                inputs.check_not_read(logits_out, "--logits-out", weights.files())
             batch, origin = inputs.token_ids(weights.config, weights.codec, prompt, prompt_file, ids)
             output.note(f"input: {batch.size} tokens in {batch.shape[0]} row(s), {origin}")
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
             output.begin()
-            with closing(session.make_engine(weights.checkpoint, runtime, chosen, forced, weights.codec)) as engine:
+            with (
+                closing(session.make_engine(weights.checkpoint, runtime, chosen, forced, weights.codec)) as engine,
+                np.errstate(over="ignore", invalid="ignore", divide="ignore"),  # told as `nonfinite`
+            ):
                 wanted = logits_out is not None or check_lossless
                 result = _pass(engine, batch, "resident" if stream is False else "stream", wanted)
                 lossless = _same_bits(engine, batch, result) if check_lossless else None
+                nonfinite = not _finite(result)
+                if nonfinite:
+                    output.note(NONFINITE)
                 device_bytes, allocator_bytes = session.device_peaks(runtime)
                 values = {
                     "backend": engine.backend_name,
@@ -61,6 +72,7 @@ def run(
                     "rows": int(batch.shape[0]),
                     "num_targets": result.num_targets,
                     "loss": result.loss,
+                    "nonfinite": nonfinite,
                     "random_weights": weights.random,
                     "ln_vocab": float(np.log(weights.config.vocab_size)),
                     "top_tokens": top_tokens(result.last_logits[0], weights.codec),
@@ -96,6 +108,13 @@ def top_tokens(logits: np.ndarray, codec: Codec, count: int = NUM_TOP_TOKENS) ->
         {"id": int(i), "text": codec.decode(int(i)), "probability": float(probabilities[i]), "logit": float(values[i])}
         for i in best
     ]
+
+
+def _finite(result: ForwardResult) -> bool:
+    """Of what was computed for the caller: the loss where there are targets, the logits that were wanted."""
+    logits = [result.last_logits, *([] if result.logits is None else [result.logits])]
+    loss = result.loss if result.num_targets and result.loss is not None else 0.0
+    return math.isfinite(loss) and all(np.isfinite(values).all() for values in logits)
 
 
 def _pass(engine: Engine, batch: np.ndarray, mode: Any, want_logits: bool) -> ForwardResult:

@@ -16,11 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from cupyllm.commands.inputs import exclusive
 from cupyllm.commands.output import Output, gigabytes
 from cupyllm.commands.session import Weights, choose_dtype
 from cupyllm.errors import CheckpointError, InputError
-from cupyllm.files import load_json, show_path, why_missing
+from cupyllm.files import load_json, read_regular, show_path, why_missing
 from cupyllm.hostmem import available_bytes
 from cupyllm.kvcache.blocks import PAGE_TOKENS
 from cupyllm.model.chat import no_template
@@ -135,7 +137,7 @@ def check_think(tokenizer: Tokenizer, think: bool | None) -> None:
 def load_messages(path: str, option: str) -> tuple[list[Any], list[Any] | None]:
     """(messages, tools or None) of a JSON file: a list of messages, or an object with messages and tools."""
     try:
-        value = load_json(Path(path).read_bytes())
+        value = load_json(read_regular(path))
     except FileNotFoundError:
         raise InputError(f"{option}: {why_missing(path)}; give a JSON file of messages") from None
     except OSError as error:
@@ -217,7 +219,7 @@ def open_engine(runtime: Runtime, weights: Weights, dtype: str, plan: Plan) -> I
             mode=plan.mode,
             kv_bytes=plan.kv_bytes,
         )
-    with closing(runner):
+    with closing(runner), np.errstate(over="ignore", invalid="ignore"):  # the sampler says which logit is no number
         yield Engine(runner, stop_ids=stop_ids(weights), valid_vocab=weights.codec.valid_vocab)
 
 

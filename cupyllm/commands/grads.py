@@ -13,6 +13,8 @@ from cupyllm.errors import InputError
 from cupyllm.files import require_space, show_path
 from cupyllm.stream.safetensors import SafetensorsWriter
 
+NONFINITE = "note: NaN or infinity in the gradients; the weights hold such values or lead to them"
+
 
 def run(
     *,
@@ -28,11 +30,13 @@ def run(
 ) -> int:
     """Always 0: what can go wrong raises."""
     inputs.check_writable(out, "--out")
+    inputs.check_not_read(out, "--out", [ids, labels])
     forced = session.parse_variants(variants)
     output = Output(as_json)
     with session.open_runtime(output, backend, dtype, variants) as runtime:
         with session.open_weights(output, model=model, size=None, layers=layers) as weights:
             source, config = weights.checkpoint, weights.config
+            inputs.check_not_read(out, "--out", weights.files())
             batch, _ = inputs.token_ids(config, weights.codec, None, None, ids)
             targets = batch if labels is None else inputs.load_ids(labels, "--labels", config.vocab_size, labels=True)
             if targets.shape != batch.shape:
@@ -42,13 +46,23 @@ def run(
             require_space(inputs.parent(out), num_bytes)
             chosen = session.choose_dtype(dtype, runtime, source)
             output.begin()
+            finite = True
             began = time.perf_counter()
             with (
                 closing(session.make_engine(source, runtime, chosen, forced)) as engine,
                 SafetensorsWriter(out, specs) as writer,
                 progress("gradients") as on_layer,
             ):
-                result = engine.loss_and_grads(batch, targets, writer.write, on_layer=on_layer)
+
+                def keep(name: str, gradient: np.ndarray) -> None:
+                    nonlocal finite
+                    finite = finite and bool(np.isfinite(gradient).all())
+                    writer.write(name, gradient)
+
+                with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # told as `nonfinite`
+                    result = engine.loss_and_grads(batch, targets, keep, on_layer=on_layer)
+            if not finite:
+                output.note(NONFINITE)
             values = {
                 "backend": engine.backend_name,
                 "device": engine.device_name,
@@ -57,6 +71,7 @@ def run(
                 "tokens": int(batch.size),
                 "num_targets": result.num_targets,
                 "loss": result.loss,
+                "nonfinite": not finite,
                 "tensors": len(specs),
                 "bytes": num_bytes,
                 "seconds": time.perf_counter() - began,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
-import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from cupyllm.config import ModelConfig
 from cupyllm.engine import IGNORE_INDEX
 from cupyllm.errors import InputError, StorageError
-from cupyllm.files import show_path, storage_error, why_missing
+from cupyllm.files import output_file, read_regular, show_path, storage_error, temporary_beside, why_missing
 from cupyllm.text import Codec, builtin_ids
 
 DEFAULT_TOKENS = 256  # of the built-in text
@@ -38,7 +40,7 @@ def token_ids(
         origin = f"built-in text, {codec.description}"
     else:
         option = "--prompt" if prompt is not None else "--prompt-file"
-        text = prompt if prompt is not None else _read_text(prompt_file or "")
+        text = prompt if prompt is not None else _read_text(str(prompt_file))
         if not text:
             raise InputError(f"{option} is empty, expected text of at least one token")
         ids = codec.encode(text)[None]
@@ -81,11 +83,11 @@ def load_ids(path: str, option: str, vocab_size: int, *, labels: bool = False) -
 
 
 def check_writable(path: str, option: str) -> None:
-    """Raise StorageError unless a file can be created at `path` now."""
-    target = Path(path)
-    if target.is_dir():
-        raise StorageError(f"{option} {show_path(path)} is a directory, expected a file name; add one")
-    probe = _beside(target)
+    """Raise StorageError unless a file can be created at `path`, or the regular file there replaced, now."""
+    try:
+        probe = temporary_beside(output_file(path))
+    except StorageError as error:
+        raise StorageError(f"{option}: {error}") from error
     try:
         probe.touch(exist_ok=False)
         probe.unlink()
@@ -93,10 +95,20 @@ def check_writable(path: str, option: str) -> None:
         raise storage_error(path, error) from error
 
 
+def check_not_read(path: str, option: str, read: Iterable[str | Path | None]) -> None:
+    """Raise InputError when the output `path` is one of the files that the command reads."""
+    for other in read:
+        if other is not None and os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other):
+            raise InputError(
+                f"{option} {show_path(path)} is {show_path(other)}, which this command reads, expected another file; "
+                "choose another name"
+            )
+
+
 def save_npy(path: str, array: np.ndarray) -> None:
     """Write `array` to `path` under exactly that name, whole or not at all. Raises StorageError."""
-    target = Path(path)
-    temporary = _beside(target)
+    target = output_file(path)
+    temporary = temporary_beside(target)
     try:
         with open(temporary, "wb") as file:
             # numpy.save writes by C's fwrite, whose error carries no errno.
@@ -129,13 +141,14 @@ def read_lines(path: str, option: str) -> list[str]:
 
 def save_json(path: Path, value: Any) -> None:
     """Write `value` as JSON to `path`, whole or not at all. Raises StorageError."""
-    temporary = _beside(path)
+    target = output_file(path)
+    temporary = temporary_beside(target)
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         raise storage_error(path, error) from error
     finally:
@@ -143,15 +156,13 @@ def save_json(path: Path, value: Any) -> None:
 
 
 def parent(path: str) -> Path:
-    """The directory a file at `path` lies in."""
-    return Path(path).parent
-
-
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    """The directory in which a file called `path` is written."""
+    return output_file(path).parent
 
 
 def _read_text(path: str) -> str:
+    if not path:
+        raise InputError("--prompt-file: got an empty name, expected a UTF-8 text file; leave it out or name one")
     try:
         return Path(path).read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -165,18 +176,34 @@ def _read_text(path: str) -> str:
 
 
 def _load_npy(path: str, option: str) -> np.ndarray:
+    remedy = "write it with numpy.save"
     try:
-        array = np.load(path, allow_pickle=False)
+        data = io.BytesIO(read_regular(path))
+        if bytes(data.getbuffer()[:2]) == b"PK":
+            raise InputError(f"{option} {show_path(path)} is an archive of arrays, expected one .npy array; {remedy}")
+        version = np.lib.format.read_magic(data)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in read_header:
+            raise ValueError(f"its version is {version[0]}.{version[1]}, expected 1.0 or 2.0")
+        shape, fortran, dtype = read_header[version](data)
+        if dtype.hasobject or not dtype.itemsize:
+            raise ValueError(f"it holds {dtype} values")
+        expected, got = math.prod(shape) * dtype.itemsize, len(data.getbuffer()) - data.tell()
+        if expected != got:
+            raise ValueError(f"its header says {dtype} {list(shape)}, {expected} bytes, but {got} follow")
     except FileNotFoundError:
         raise InputError(f"{option}: {why_missing(path)}; give a file written by numpy.save") from None
     except IsADirectoryError:
         raise InputError(f"{option} {show_path(path)} is a directory, expected a .npy file") from None
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
+    except OSError as error:
+        raise InputError(f"{option}: cannot read {show_path(path)}: {error.strerror}; {remedy}") from None
+    except (ValueError, SyntaxError) as error:
+        if isinstance(error, InputError):
+            raise
         reason = " ".join(str(error).split()) or "it is empty"
-        raise InputError(f"{option} {show_path(path)} is no .npy file of integers: {reason}; use numpy.save") from None
-    if not isinstance(array, np.ndarray):
-        raise InputError(f"{option} {show_path(path)} is an archive of arrays, expected one .npy array; use numpy.save")
-    return array
+        raise InputError(f"{option} {show_path(path)} is no .npy file of integers: {reason}; {remedy}") from None
+    flat = np.frombuffer(data.getbuffer(), dtype, offset=data.tell())
+    return flat.reshape(shape, order="F" if fortran else "C")
 
 
 def _check_range(ids: np.ndarray, what: str, vocab_size: int, *, labels: bool = False) -> None:

@@ -18,7 +18,8 @@ _PLAIN_INTERVAL_SECONDS = 10.0  # between progress lines where stderr is no term
 class Output:
     """Notes first (backend, weights, text), then one result.
 
-    Notes are held back until `begin`, when all input has been accepted, so that a refusal is one line and nothing else.
+    Notes are held back until `begin`, when all input has been accepted, so that a refusal is one line and nothing else;
+    with --json until the first result, so that stderr has one line also when something fails on the way.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -32,18 +33,20 @@ class Output:
         else:
             print(line, file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
-    def begin(self) -> None:
-        """The input is good and the work starts: show the notes, from now on at once."""
+    def begin(self, live: bool = False) -> None:
+        """The input is good and the work starts: show the notes, from now on at once. `live`: also with --json."""
+        if self.as_json and not live:
+            return
         held, self._held = self._held or [], None
         for line in held:
             self.note(line)
 
     def result(self, values: Mapping[str, Any], lines: Sequence[str]) -> None:
         """The JSON object, or the lines for a reader."""
-        self.begin()
         if self.as_json:
-            print(json.dumps(plain(values), allow_nan=False), flush=True)
-        else:
+            print(json.dumps(plain(values), allow_nan=False), flush=True)  # before the notes: it may fail
+        self.begin(live=True)
+        if not self.as_json:
             print("\n".join(lines), flush=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,30 @@ class Weights:
     def config(self) -> ModelConfig:
         return self.checkpoint.config
 
+    def files(self) -> list[Path]:
+        """Every file of the checkpoint, wherever its links lead."""
+        return [*self.checkpoint.path.iterdir(), *(file.path for file in self.checkpoint.files)]
+
 
 @contextmanager
 def open_weights(
-    output: Output, *, model: str | None, size: str | None, layers: int | None, seed: int = 0, yes: bool = False
+    output: Output,
+    *,
+    model: str | None,
+    size: str | None,
+    layers: int | None,
+    seed: int | None = None,
+    yes: bool = False,
+    check: Callable[[ModelConfig], None] = lambda config: None,
 ) -> Iterator[Weights]:
-    """The checkpoint that --model, --size or neither names, with --layers layers."""
+    """The checkpoint that --model, --size or neither names, with --layers layers.
+
+    `check` refuses a shape, before random weights of it are made.
+    """
+    if model is not None and (seed is not None or yes):
+        given = "--seed" if seed is not None else "--yes"
+        raise InputError(f"--model and {given} were given, expected {given} with random weights only; leave it out")
+    seed = seed or 0
     if model is not None and size is not None:
         raise InputError("--model and --size were given, expected at most one of them; leave out the other")
     if model is not None:
@@ -51,12 +69,14 @@ def open_weights(
         if size is not None and layers is not None:
             config = config.with_layers(layers)
         name = "Qwen3-32B's proportions at hidden size 160" if size is None else f"Qwen3-{size.upper()}'s shape"
+        check(config)
         if not synthetic_entry(config, seed).is_dir():
             require_consent(output, config, cache_dir(), yes)
         with progress("making random weights, bytes") as on_bytes:
             checkpoint = Checkpoint.open(cached_synthetic(config, seed, progress=on_bytes))
     with checkpoint:
         config = checkpoint.config
+        check(config)
         weights = Weights(checkpoint, open_codec(checkpoint.tokenizer_file, config.vocab_size), model is None, name)
         if weights.random:
             output.note(

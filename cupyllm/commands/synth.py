@@ -28,7 +28,7 @@ def run(
     tied: bool | None,
     dtype: str,
     out: str,
-    seed: int,
+    seed: int | None,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -40,6 +40,7 @@ def run(
         config = _given(hidden, layers, heads, kv_heads, head_dim, ffn, vocab, bool(tied))
     config = replace(config, dtype=cast(Literal["float32", "bfloat16", "float16"], dtype))
     output = Output(as_json)
+    seed = seed or 0
     session.require_consent(output, config, Path(out).absolute().parent, yes)
     began = time.perf_counter()
     with progress("bytes") as on_bytes:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from cupyllm.commands import inputs, session
-from cupyllm.commands.output import Output, progress
+from cupyllm.commands.output import Output, gigabytes, progress
+from cupyllm.config import ModelConfig
 from cupyllm.engine import WeightSource
-from cupyllm.errors import InputError
+from cupyllm.errors import InputError, OutOfMemory
 from cupyllm.hostmem import PeakSampler, available_bytes
 from cupyllm.runtime import Runtime
+from cupyllm.synth import plan_bytes
 from cupyllm.text import builtin_ids
 from cupyllm.train.trainer import Trainer, TrainingStopped
 
@@ -36,7 +38,7 @@ def run(
     backend: str,
     dtype: str | None,
     variants: tuple[str, ...],
-    seed: int,
+    seed: int | None,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -45,10 +47,16 @@ def run(
     output = Output(as_json)
     began = time.perf_counter()
     with PeakSampler() as memory, session.open_runtime(output, backend, dtype, variants) as runtime:
-        with session.open_weights(output, model=model, size=size, layers=layers, seed=seed, yes=yes) as weights:
-            limit = inputs.max_positions(weights.config)
+
+        def check(config: ModelConfig) -> None:
+            limit = inputs.max_positions(config)
             if tokens > limit:
                 raise InputError(f"--tokens is {tokens}, the model has {limit} positions (max_position_embeddings)")
+            _check_memory(config)
+
+        with session.open_weights(
+            output, model=model, size=size, layers=layers, seed=seed, yes=yes, check=check
+        ) as weights:
             batch = builtin_ids(weights.codec, tokens)[None]
             output.note(f"input: {tokens} tokens of built-in text, {weights.codec.description}")
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
@@ -136,6 +144,16 @@ def train(
         "clip_coefs": coefficients,
         "skipped": skipped,
     }
+
+
+def _check_memory(config: ModelConfig) -> None:
+    """Raise OutOfMemory when float32 masters, moments and gradients, the least there can be, have no room."""
+    needed, available = 4 * plan_bytes(config, "float32"), available_bytes()
+    if available is not None and needed > available:
+        raise OutOfMemory(
+            f"training state: needs at least {gigabytes(needed)} of host memory (16 bytes a parameter), "
+            f"{gigabytes(available)} are available; train fewer layers (--layers) or a smaller model"
+        )
 
 
 def _lines(values: dict[str, Any]) -> list[str]:

@@ -20,8 +20,10 @@ def run(*, model: str | None, backend: str, out: str, as_json: bool) -> int:
         runtime = opened.enter_context(session.open_runtime(output, backend, None))
         checkpoint = None if model is None else opened.enter_context(Checkpoint.open(model))
         make_directory(Path(out))
-        check_writable(str(Path(out) / "verify.md"), "--out")
-        output.begin()
+        for name in ("verify.md", "verify.json"):
+            check_writable(str(Path(out) / name), "--out")
+        verify.check_cache()
+        output.begin(live=True)
         report = verify.verify(checkpoint, runtime, output.note)
     json_path, markdown_path = verify.write(report, out)
     values = {**report.to_json(), "report": [show_path(json_path), show_path(markdown_path)]}

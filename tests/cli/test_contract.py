@@ -22,7 +22,7 @@ from cupyllm.model.checkpoint import Checkpoint
 from cupyllm.model.names import streamed_names
 from cupyllm.reference import qwen3
 from cupyllm.reference.engine import ReferenceEngine
-from cupyllm.stream.safetensors import SafetensorsFile
+from cupyllm.stream.safetensors import SafetensorsFile, save_file
 from cupyllm.synth import synthesize
 from cupyllm.text import BUILTIN_TEXT, open_codec
 from tests.cli.conftest import Cli, tiny_config
@@ -53,6 +53,26 @@ def save_ids(path: Path, ids: Any) -> Path:
 
 
 # ---- forward
+
+
+@pytest.mark.parametrize("value", [math.nan, 3e38])
+def test_weights_that_are_no_numbers_are_told(
+    cli: Cli, tiny: Path, tmp_path: Path, value: float, recwarn: pytest.WarningsRecorder
+) -> None:
+    """NaN is there from the start; 3e38 is a number whose products are none."""
+    with SafetensorsFile(tiny / "model.safetensors") as file:
+        tensors = {name: np.array(file.tensor(name)) for name in file.names()}
+    assert cli("forward", "--model", tiny, "--json").json()["nonfinite"] is False
+    tensors["model.layers.0.mlp.down_proj.weight"][:] = value
+    save_file(tiny / "model.safetensors", tensors)
+    ids = save_ids(tmp_path / "ids.npy", np.arange(20))
+    out = tmp_path / "g.safetensors"
+    for arguments in (["forward"], ["grads", "--ids", ids, "--out", out]):
+        ran = cli(*arguments, "--model", tiny, "--json")
+        assert ran.status == 0 and ran.json()["nonfinite"] is True and ran.json()["loss"] is None
+        assert [line for line in ran.stderr.splitlines() if line.startswith("note: NaN or infinity")]
+    assert cli("generate", "--model", tiny, "--prompt", "a", "--max-tokens", 2).status == 1
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_forward_by_default(cli: Cli) -> None:

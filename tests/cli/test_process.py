@@ -7,10 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cupyllm import __version__
+from cupyllm import __version__, cli, config
 from cupyllm.cli import cli as commands
 from cupyllm.commands import doctor, output
 
@@ -57,6 +58,11 @@ def test_importing_the_package_starts_no_device() -> None:
     assert ran.returncode == 0
 
 
+def test_what_is_repeated_to_import_nothing_heavy_agrees() -> None:
+    assert cli.SIZES == config.PUBLISHED_SIZES and cli.MAX_LAYERS == config.MAX_LAYERS
+    assert float(np.finfo(np.float32).max) == cli.FLOAT32_MAX
+
+
 def test_version() -> None:
     ran = subprocess.run([sys.executable, "-m", "cupyllm", "--version"], capture_output=True, text=True, timeout=60)
     assert ran.stdout == f"cupyllm {__version__}\n"
@@ -68,17 +74,44 @@ def test_every_command_has_help_and_json(command: str) -> None:
     assert result.exit_code == 0 and "--json" in result.stdout
 
 
-def test_a_reader_that_went_away() -> None:
-    """No traceback and no complaint at exit when stdout is a pipe that nobody reads."""
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--variants"], ["doctor", "--variants", "--json"]])
+def test_a_stdout_that_takes_nothing(arguments: list[str]) -> None:
+    """Full: exit status 2 and one line. Closed: the same. Nobody reads: 141 and none."""
+    command = [sys.executable, "-m", "cupyllm", *arguments]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1 and "ENOSPC" in ran.stderr, ran.stderr
+    ran = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2 and ran.stderr.splitlines() == [
+        "cupyllm: error: stdout is closed, expected somewhere to print to; use >/dev/null to discard the output"
+    ]
     read, write = os.pipe()
     os.close(read)
     try:
-        ran = subprocess.run(
-            [sys.executable, "-m", "cupyllm", "doctor", "--variants"], stdout=write, stderr=subprocess.PIPE, timeout=60
-        )
+        ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     finally:
         os.close(write)
-    assert (ran.returncode, ran.stderr) == (141, b"")
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_a_stderr_that_is_closed_does_not_spoil_stdout() -> None:
+    command = 'exec "$0" -m cupyllm forward --frobnicate 2>&-'
+    ran = subprocess.run(["sh", "-c", command, sys.executable], stdout=subprocess.PIPE, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, b"")
+
+
+def test_an_interrupt_during_imports() -> None:
+    code = """
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("cupyllm", run_name="__main__")
+"""
+    ran = python(code)
+    assert (ran.returncode, ran.stderr) == (130, "cupyllm: error: interrupted\n")
 
 
 def test_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +121,7 @@ def test_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "run", interrupt)
     result = CliRunner().invoke(commands, ["doctor"])
     assert result.exit_code == 130
-    assert result.stderr.strip() == "cupyllm: error: interrupted"
+    assert result.stderr == "cupyllm: error: interrupted\n"
 
 
 def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
