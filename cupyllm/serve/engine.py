@@ -133,7 +133,13 @@ class Engine:
         if not plan:
             return []
         sampled = [g for g, stop in plan.items() if stop == len(g.ids)]
-        logits = self.runner.step(self._batch(plan, sampled, copies))
+        try:
+            logits = self.runner.step(self._batch(plan, sampled, copies))
+        except BaseException:
+            # Nobody knows what was written, page copies included: what was planned is computed again from its ids.
+            for generation in reversed(plan):
+                self._requeue(generation)
+            raise
         self.num_steps += 1
         self.num_rows += sum(stop - g.computed for g, stop in plan.items())
         for generation, stop in plan.items():
@@ -145,11 +151,14 @@ class Engine:
         failures: list[Exception] = []
         for generation, row in zip(sampled, logits, strict=True):
             for choice in [generation, *self._fork_siblings(generation)]:
+                if choice.finish_reason is not None:
+                    continue  # another one's callback cancelled it in this very step
                 try:
                     self._advance(choice, row, ended)
                 except Exception as error:  # a callback's; the others must not miss their token because of it
-                    choice.error = f"callback: {type(error).__name__}: {error}"
-                    self._finish(choice, "error")
+                    if choice.finish_reason is None:
+                        choice.error = f"callback: {type(error).__name__}: {error}"
+                        self._finish(choice, "error")
                     failures.append(error)
         if failures:
             raise failures[0]

@@ -74,12 +74,15 @@ def choose(
 ) -> Choice:
     """The next token from logits [V] (float32). `number` counts the sequence's sampled tokens from 0.
 
-    `history` (ids so far, prompt included) is what the repetition penalty looks at. Raises SamplingError on NaN, or
-    when no id is left.
+    `history` (ids so far, prompt included) is what the repetition penalty looks at. Raises SamplingError on NaN or
+    +inf, or when no id is left.
     """
     raw = logits.astype(np.float64)
-    if np.isnan(raw).any():
-        raise SamplingError(f"logits: got NaN at id {int(np.flatnonzero(np.isnan(raw))[0])}, expected numbers")
+    bad = np.isnan(raw) | (raw == np.inf)
+    if bad.any():
+        at = int(np.flatnonzero(bad)[0])
+        what = "NaN" if np.isnan(raw[at]) else "inf"
+        raise SamplingError(f"logits: got {what} at id {at}, expected numbers (-inf never chooses an id)")
     scores = raw.copy()
     if params.repetition_penalty != 1.0 and history is not None and len(history):
         seen = np.unique(history)
@@ -98,10 +101,8 @@ def choose(
 
 
 def log_sum_exp(logits: np.ndarray) -> float:
-    """log of the sum of exp of float64 logits [V]; +inf where one is."""
+    """log of the sum of exp of float64 logits [V], of which at least one is finite and none +inf."""
     top = float(logits.max())
-    if not math.isfinite(top):
-        return top
     return top + math.log(float(np.exp(logits - top).sum()))
 
 
@@ -109,8 +110,6 @@ def _draw(scores: np.ndarray, params: SamplingParams, number: int) -> int:
     if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
         return int(scores.argmax())  # the first, so the lowest id
     top = scores.max()
-    if top == np.inf:
-        return int(scores.argmax())
     order = np.argsort(-scores, kind="stable")
     if params.top_k:
         order = order[: params.top_k]

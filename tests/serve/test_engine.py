@@ -329,6 +329,52 @@ def test_nan_ends_one_sequence_and_not_the_others() -> None:
     assert good.output == [3] * 5 and engine.pool.stats().used == 0
 
 
+@pytest.mark.parametrize("failing", range(8))
+def test_a_step_that_fails_once_changes_no_answer(failing: int, checkpoint: Checkpoint) -> None:
+    """Forked choices among them, whose page copies were lost with the step; unwritten pages hold NaN."""
+    answers = []
+    for fails in (False, True):
+        runner = ReferenceRunner(checkpoint, **SHAPE)
+        for pages in runner.pages:
+            for array in pages:
+                array.fill(np.nan)
+        engine, step, calls = Engine(runner), runner.step, [0]
+
+        def sometimes(batch: StepBatch, step: Any = step, calls: list[int] = calls, fails: bool = fails) -> np.ndarray:
+            calls[0] += 1
+            if fails and calls[0] == failing + 1:
+                raise MemoryError("once")
+            return step(batch)  # type: ignore[no-any-return]
+
+        runner.step = sometimes  # type: ignore[method-assign]
+        made = engine.submit(PROMPTS[1], SamplingParams(seed=5), max_tokens=8, n=3)
+        made += engine.submit(PROMPTS[0], GREEDY, max_tokens=8)
+        while engine.busy:
+            try:
+                engine.step()
+            except MemoryError:
+                engine.pool.check()
+        assert engine.pool.stats().used == 0 and calls[0] == 8 + fails
+        answers.append([g.output for g in made])
+        assert all(g.finish_reason == "length" for g in made)
+    assert answers[0] == answers[1]
+
+
+def test_what_a_callback_cancels_says_nothing_more() -> None:
+    engine = Engine(Scripted(), stop_ids=[0])
+    said: list[int] = []
+
+    def cancel_others(generation: Generation, choice: object) -> None:
+        said.append(generation.number)
+        for other in made[1:]:
+            engine.cancel(other)
+
+    made = engine.submit([1, 2, 3], SamplingParams(seed=7), n=3, max_tokens=4, ignore_eos=True, on_token=cancel_others)
+    engine.run()
+    assert said == [0] * 4 and [g.finish_reason for g in made] == ["length", "cancelled", "cancelled"]
+    assert [len(g.output) for g in made] == [4, 0, 0] and engine.pool.stats().used == 0
+
+
 @pytest.mark.parametrize(
     "prompt, options, message",
     [

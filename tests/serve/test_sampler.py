@@ -53,6 +53,8 @@ def test_C11_padded_ids_are_never_chosen_but_count_in_logprobs() -> None:
 def test_C11_nan_ends_the_request() -> None:
     with pytest.raises(SamplingError, match="NaN at id 2"):
         sample([0, 1, math.nan])
+    with pytest.raises(SamplingError, match="inf at id 1"):
+        sample([0, math.inf, 2], logprobs=2)
     with pytest.raises(SamplingError, match="every id"):
         sample([-math.inf, -math.inf, 5], valid=2)
 
