@@ -316,8 +316,11 @@ def _stated_sampling(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
         value = raw.get(name)
         if value is None:
             continue
+        if name == "top_k" and type(value) is float and value.is_integer():
+            value = int(value)  # 20.0, as some tools write it
         if type(value) not in ((int,) if name == "top_k" else (int, float)):
-            raise CheckpointError(f"{show_path(path)}: {name} is {value!r}, expected a number or null")
+            expected = "an integer" if name == "top_k" else "a number"
+            raise CheckpointError(f"{show_path(path)}: {name} is {value!r}, expected {expected} or null")
         stated[name] = value
     try:
         SamplingParams(**stated)

@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -37,7 +38,6 @@ def gradients(model: ReferenceEngine, ids: np.ndarray, labels: np.ndarray, **lay
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_streamed_resident_and_the_page_agree(stored: str, tied: bool, dtype: Any) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     kind = ml_dtypes.bfloat16 if stored == "bfloat16" else np.dtype(stored)
     source = random_source(dtype=kind, tie_word_embeddings=tied, layer_windows=(None, 3))
     model = ReferenceEngine(source, dtype)
