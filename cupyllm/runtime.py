@@ -8,8 +8,7 @@ without a GPU the choice costs milliseconds.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cupyllm.backend.base import Backend
 from cupyllm.backend.compile import MIN_CAPABILITY
@@ -27,27 +26,24 @@ class Runtime:
     name: str  # "cuda" | "reference"
     reason: str  # one line, for the command's first
     backend: Backend | None = None
-    forced_variants: dict[str, str] = field(default_factory=dict)  # op -> variant
-    seed: int = 0
 
     @classmethod
-    def open(cls, name: str = "auto", *, forced_variants: Mapping[str, str] | None = None, seed: int = 0) -> Runtime:
+    def open(cls, name: str = "auto") -> Runtime:
         """The runtime called `name`. Raises BackendError when an explicit "cuda" cannot be had."""
         if name not in NAMES:
             raise InputError(f"--backend {name}: expected one of {', '.join(NAMES)}")
-        forced = dict(forced_variants or {})
         if name == "reference":
-            return cls("reference", "NumPy on the CPU, as asked", None, forced, seed)
+            return cls("reference", "NumPy on the CPU, as asked")
         obstacle = why_no_gpu()
         if obstacle is None:
             from cupyllm.backend.cuda import CudaBackend
 
             backend = CudaBackend()
             why = "as asked" if name == "cuda" else "the first GPU found"
-            return cls("cuda", f"{backend.device_name} (sm_{backend.capability}), {why}", backend, forced, seed)
+            return cls("cuda", f"{backend.device_name} (sm_{backend.capability}), {why}", backend)
         if name == "cuda":
             raise BackendError(f"--backend cuda: {obstacle}; or take --backend reference")
-        return cls("reference", f"NumPy on the CPU, because {obstacle}", None, forced, seed)
+        return cls("reference", f"NumPy on the CPU, because {obstacle}")
 
     def close(self) -> None:
         """Wait for the device and let it go."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from cupyllm.backend.base import ITEMSIZE, Backend, Buffer, Tensor, fixed
 from cupyllm.config import ModelConfig
-from cupyllm.errors import CupyllmError, InputError
+from cupyllm.errors import CupyllmError
 from cupyllm.kvcache.blocks import PAGE_TOKENS, Copy
 
 POISON = 0xFF  # every byte: NaN in all float formats
@@ -69,17 +69,6 @@ def bytes_per_token(config: ModelConfig, dtype: str) -> int:
     """What one cached token costs over all layers."""
     width = config.num_key_value_heads * config.head_dim
     return 2 * config.num_hidden_layers * width * ITEMSIZE[dtype]
-
-
-def pages_within(nbytes: int, config: ModelConfig, dtype: str, page_tokens: int = PAGE_TOKENS) -> int:
-    """Pages that fit into `nbytes`. Raises InputError when not even one does."""
-    page = page_tokens * bytes_per_token(config, dtype)
-    if nbytes < page:
-        raise InputError(
-            f"--kv-memory: got {nbytes} bytes, expected at least {page} (one page of {page_tokens} tokens over "
-            f"{config.num_hidden_layers} layers in {dtype})"
-        )
-    return nbytes // page
 
 
 class DevicePool:

@@ -28,13 +28,14 @@ import numpy as np
 
 from cupyllm import graph
 from cupyllm.backend.base import NUMPY_DTYPE, Backend, Buffer, Spec, Tensor, fixed
-from cupyllm.backend.record import Recorder, align, arena_layout, place
+from cupyllm.backend.record import Recorder, align
+from cupyllm.backend.space import Space
 from cupyllm.config import ModelConfig
 from cupyllm.engine import IGNORE_INDEX, ForwardResult, GradientSink, LayerCallback, LossResult, WeightSource
 from cupyllm.graph import Node
 from cupyllm.model.batch import Batch, prepare
 from cupyllm.model.decoder import layer_nodes
-from cupyllm.model.names import layer_params, layer_prefix
+from cupyllm.model.names import EMBED, FINAL_NORM, HEAD, head_name, layer_params, layer_prefix
 from cupyllm.model.updates import Updates
 from cupyllm.ops import adamw as adamw_op
 from cupyllm.ops import rope as rope_op
@@ -43,8 +44,6 @@ from cupyllm.stream.prefetch import LayerStream, Layout, Slot, layout, upload_gr
 
 LOGITS_BYTES = 256 << 20  # device bytes of one row chunk of float32 logits
 CHUNK_ROWS = 64  # chunks start at multiples of it, which keeps every per-row array aligned
-NORM, HEAD = "model.norm.weight", "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass
@@ -59,14 +58,11 @@ class _Pass:
     """Device buffers and programs of one batch shape."""
 
     def __init__(self, engine: DeviceEngine, batch: int, tokens: int, segments: bool, training: bool) -> None:
-        backend = engine.backend
         self.engine, self.batch, self.tokens, self.segments, self.training = engine, batch, tokens, segments, training
         self.rows = batch * tokens
-        self.buffers: list[Buffer] = []
-        self.arena: Buffer | None = None
+        self.backend = engine.backend
+        self.space = Space(engine.backend)
         self.grads: Buffer | None = None
-        self.programs: dict[object, _Program] = {}
-        self.backend = backend
         try:
             self._allocate()
         except BaseException:
@@ -78,57 +74,40 @@ class _Pass:
         batch, tokens, segments, training = self.batch, self.tokens, self.segments, self.training
         half = config.head_dim // 2
         wide = (self.rows, config.hidden_size)
-        self.x = [self.tensor(wide, engine.dtype, f"residual {k}") for k in range(2)]
-        self.dx = [self.tensor(wide, engine.dtype, f"d_residual {k}") for k in range(2 if training else 0)]
-        self.kept = [self.tensor(wide, engine.dtype, f"input {i}") for i in range(config.num_hidden_layers * training)]
-        self.cos = self.tensor((self.rows, half), "float32", "cos")
-        self.sin = self.tensor((self.rows, half), "float32", "sin")
-        self.positions = self.tensor((self.rows,), "int32", "positions")
-        self.frequencies = self.tensor((half,), "float32", "inverse frequencies")
-        self.segment_ids = self.tensor((batch, tokens), "int32", "segments") if segments else None
-        self.labels = self.tensor((self.rows,), "int32", "labels")
-        self.losses = self.tensor((self.rows,), "float32", "losses")
-        self.d_losses = self.tensor((self.rows,), "float32", "d_losses")
-        self.argmax = self.tensor((self.rows,), "int32", "argmax")
+        self.x = [self.space.tensor(wide, engine.dtype, f"residual {k}") for k in range(2)]
+        self.dx = [self.space.tensor(wide, engine.dtype, f"d_residual {k}") for k in range(2 if training else 0)]
+        self.kept = [
+            self.space.tensor(wide, engine.dtype, f"input {i}")
+            for i in range(config.num_hidden_layers if training else 0)
+        ]
+        self.cos = self.space.tensor((self.rows, half), "float32", "cos")
+        self.sin = self.space.tensor((self.rows, half), "float32", "sin")
+        self.positions = self.space.tensor((self.rows,), "int32", "positions")
+        self.frequencies = self.space.tensor((half,), "float32", "inverse frequencies")
+        self.segment_ids = self.space.tensor((batch, tokens), "int32", "segments") if segments else None
+        self.labels = self.space.tensor((self.rows,), "int32", "labels")
+        self.losses = self.space.tensor((self.rows,), "float32", "losses")
+        self.d_losses = self.space.tensor((self.rows,), "float32", "d_losses")
+        self.argmax = self.space.tensor((self.rows,), "int32", "argmax")
         self.chunk = min(self.rows, max(CHUNK_ROWS, LOGITS_BYTES // (4 * config.vocab_size) // CHUNK_ROWS * CHUNK_ROWS))
-        self.logits = self.tensor((self.chunk, config.vocab_size), "float32", "logits")
-
-    def tensor(self, shape: Sequence[int], dtype: str, name: str) -> Tensor:
-        spec = Spec(tuple(shape), dtype)
-        buffer = self.engine.backend.allocate(max(spec.nbytes, 1), name)
-        self.buffers.append(buffer)
-        return fixed(buffer.address, spec.shape, dtype, name)
-
-    def load(self, rec: Recorder) -> Any:
-        """Place the recorder's temporaries in the pass's arena (grown when needed) and load the program."""
-        offsets, total = arena_layout(rec.launches)
-        if self.arena is None or self.arena.nbytes < total:
-            if self.arena is not None:
-                self.backend.synchronize()
-                self.programs.clear()  # they point into the old arena
-                arena, self.arena = self.arena, None
-                arena.free()
-            self.arena = self.backend.allocate(max(total, 1), "arena")
-        self.engine.chosen.update(rec.chosen)
-        return self.backend.load(place(rec.launches, offsets, self.arena.address))
+        self.logits = self.space.tensor((self.chunk, config.vocab_size), "float32", "logits")
 
     def gradient_space(self, nbytes: int) -> int:
         """Device address of at least `nbytes` for one group's float32 gradients."""
         if self.grads is None or self.grads.nbytes < nbytes:
             if self.grads is not None:
                 self.backend.synchronize()
-                self.programs.clear()
+                self.space.programs.clear()  # they write to the old one
                 grads, self.grads = self.grads, None
                 grads.free()
             self.grads = self.backend.allocate(nbytes, "gradients")
         return self.grads.address
 
     def close(self) -> None:
-        for buffer in (*self.buffers, self.arena, self.grads):
-            if buffer is not None:
-                buffer.free()
-        self.buffers, self.arena, self.grads = [], None, None
-        self.programs.clear()
+        self.space.close()
+        if self.grads is not None:
+            self.grads.free()
+        self.grads = None
 
 
 class DeviceEngine:
@@ -152,13 +131,12 @@ class DeviceEngine:
         self.chosen: dict[str, str] = {}  # node -> variant, of everything recorded so far
         self.compute = backend.stream()
         self.stream = LayerStream(backend, source, self.compute)
-        self.head_name = EMBEDDING if self.config.tie_word_embeddings else HEAD
         self.groups = [
             {key: layer_prefix(i) + key for key in layer_params(self.config)}
             for i in range(self.config.num_hidden_layers)
         ]
         self.layouts = [layout(source, group) for group in self.groups]
-        self.head_group = {NORM: NORM, HEAD: self.head_name}
+        self.head_group = {FINAL_NORM: FINAL_NORM, HEAD: head_name(self.config)}
         self.head_layout = layout(source, self.head_group)
         self._pass: _Pass | None = None
         self._head: Buffer | None = None
@@ -316,7 +294,7 @@ class DeviceEngine:
         layouts = [self.layouts[i] for i in order]
         if mode == "stream":
             if self.stream.reserve(max(lay.nbytes for lay in layouts)) and self._pass is not None:
-                self._pass.programs.clear()
+                self._pass.space.programs.clear()
             slot: Slot
             for slot in self.stream.iterate([self.groups[i] for i in order], layouts):
                 yield slot.index, slot.parity, slot.layout, slot.address
@@ -343,8 +321,8 @@ class DeviceEngine:
         window = self.config.layer_windows[index] if self.config.layer_windows else None
         # In backward the layer's input sits in x[0]; the two gradient buffers alternate by step, which is the parity.
         key = ("layer", backward, lay, window, address, parity)
-        if key in state.programs:
-            return state.programs[key]
+        if key in state.space.programs:
+            return state.space.programs[key]
         nodes = layer_nodes(self.config, index, state.batch, state.tokens, state.segments)
         params = lay.tensors(address)
         rec = Recorder(self.backend.capability, self.forced)
@@ -361,9 +339,13 @@ class DeviceEngine:
             graph.backward(rec, nodes, known, saved, {"y": d_y}, d_params, ["x"], {"x": d_x})
         else:
             graph.forward(rec, nodes, values, params, {"y": state.x[1 - parity]})
-        program = _Program(state.load(rec), d_params)
-        state.programs[key] = program
+        program = _Program(self._load(state, rec), d_params)
+        state.space.programs[key] = program
         return program
+
+    def _load(self, state: _Pass, rec: Recorder) -> Any:
+        self.chosen.update(rec.chosen)
+        return state.space.load(rec)
 
     def _gradient_tensors(self, state: _Pass, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         specs = {name: Spec(shape, "float32") for name, shape in shapes.items()}
@@ -403,7 +385,7 @@ class DeviceEngine:
         self.backend.upload(state.frequencies.address, frequencies)
         # Only the embedding rows that occur travel, in their stored dtype: [U,C].
         rows = self.embedding_rows(batch.unique)
-        with _Scratch(self.backend) as scratch:
+        with Space(self.backend) as scratch:
             table = scratch.put(rows)
             index = scratch.put(batch.inverse)
             rec = Recorder(self.backend.capability, self.forced)
@@ -417,13 +399,13 @@ class DeviceEngine:
     def embedding_rows(self, ids: np.ndarray) -> np.ndarray:
         """Rows [U,C] of the embedding in its stored dtype, by pread: a file cut short is an error, not a SIGBUS."""
         self.source.check_unchanged()
-        return gather_rows(self.source, EMBEDDING, ids)
+        return gather_rows(self.source, EMBED, ids)
 
     def _embedding_backward(
         self, state: _Pass, batch: Batch, d_x: Tensor, tied: np.ndarray | None, sink: GradientSink
     ) -> None:
         count = batch.unique.size
-        with _Scratch(self.backend) as scratch:
+        with Space(self.backend) as scratch:
             index = scratch.put(batch.inverse)
             table = scratch.put(np.zeros((count, self.config.hidden_size), np.float32))
             grad = scratch.tensor((count, self.config.hidden_size), "float32")
@@ -439,7 +421,7 @@ class DeviceEngine:
             rows[batch.unique == self.config.pad_token_id] = 0.0
         whole = tied if tied is not None else np.zeros((self.config.vocab_size, self.config.hidden_size), np.float32)
         whole[batch.unique] += rows
-        sink(EMBEDDING, whole)
+        sink(EMBED, whole)
 
     def _download_rows(self, tensor: Tensor, batch: Batch) -> np.ndarray:
         self.backend.synchronize()
@@ -462,7 +444,7 @@ class DeviceEngine:
             self.stream.streamed_bytes += self.head_layout.stored_bytes
 
     def head_params(self) -> dict[str, Tensor]:
-        """The loaded final norm and head, under NORM and HEAD."""
+        """The loaded final norm and head, under FINAL_NORM and HEAD."""
         assert self._head is not None, "load_head comes first"
         return self.head_layout.tensors(self._head.address)
 
@@ -474,7 +456,7 @@ class DeviceEngine:
 
     def _head_nodes(self) -> list[Node]:
         return [
-            Node("norm", "rmsnorm", ("x",), ("normed",), (NORM,), {"eps": self.config.rms_norm_eps}),
+            Node("norm", "rmsnorm", ("x",), ("normed",), (FINAL_NORM,), {"eps": self.config.rms_norm_eps}),
             Node("lm_head", "linear", ("normed",), ("logits",), (HEAD,), {"out_dtype": "float32"}),
             Node(
                 "cross_entropy",
@@ -506,7 +488,7 @@ class DeviceEngine:
         normed = np.empty((rows, self.config.hidden_size), np.float32) if want_normed else None
         last = np.empty((batch.batch, vocab), np.float32)
         row = np.empty(vocab, np.float32)
-        with _Scratch(self.backend) as scratch:
+        with Space(self.backend) as scratch:
             out = scratch.tensor((state.chunk, self.config.hidden_size), self.dtype)
             for start in range(0, rows, state.chunk):
                 stop = min(start + state.chunk, rows)
@@ -514,7 +496,7 @@ class DeviceEngine:
                 bind["normed"] = out.rows(0, stop - start)
                 rec = Recorder(self.backend.capability, self.forced)
                 graph.forward(rec, self._head_nodes(), values, params, bind)
-                self.backend.run(state.load(rec), self.compute)
+                self.backend.run(self._load(state, rec), self.compute)
                 self.backend.synchronize()
                 if logits is not None:
                     self.backend.download(logits[start:stop], state.logits.address)
@@ -553,7 +535,7 @@ class DeviceEngine:
         weight = np.where(batch.targets != IGNORE_INDEX, 1.0 / max(batch.num_targets, 1), 0.0).astype(np.float32)
         self.backend.upload(state.d_losses.address, weight)
         nodes = self._head_nodes()
-        shapes = {NORM: params[NORM].shape, HEAD: params[HEAD].shape}
+        shapes = {FINAL_NORM: params[FINAL_NORM].shape, HEAD: params[HEAD].shape}
         d_params = self._gradient_tensors(state, shapes)
         for start in range(0, state.rows, state.chunk):
             stop = min(start + state.chunk, state.rows)
@@ -565,48 +547,16 @@ class DeviceEngine:
             # The logits' gradient is written over the logits (cross_entropy allows it): one [chunk,V] buffer.
             target["logits"] = bind["logits"]
             graph.backward(rec, nodes, known, saved, d_loss, d_params, ["x"], target, accumulate=start > 0)
-            self.backend.run(state.load(rec), self.compute)
+            self.backend.run(self._load(state, rec), self.compute)
         self.backend.synchronize()
         loss = self._mean_loss(state, batch)
         tied: list[np.ndarray] = []
 
         def deliver(name: str, gradient: np.ndarray) -> None:
-            if name == EMBEDDING:
+            if name == EMBED:
                 tied.append(gradient)
             else:
                 sink(name, gradient)
 
         self._deliver(d_params, self.head_group, deliver)
         return loss, tied[0] if tied else None
-
-
-class _Scratch:
-    """Device memory of one call on the default stream, freed at its end."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.buffers: list[Buffer] = []
-
-    def tensor(self, shape: Sequence[int], dtype: str) -> Tensor:
-        spec = Spec(tuple(shape), dtype)
-        self.buffers.append(self.backend.allocate(max(spec.nbytes, 1), "scratch"))
-        return fixed(self.buffers[-1].address, spec.shape, dtype)
-
-    def put(self, array: np.ndarray) -> Tensor:
-        tensor = self.tensor(array.shape, array.dtype.name)
-        self.backend.upload(tensor.address, array)
-        return tensor
-
-    def load(self, rec: Recorder) -> Any:
-        offsets, total = arena_layout(rec.launches)
-        arena = self.backend.allocate(max(total, 1), "scratch arena")
-        self.buffers.append(arena)
-        return self.backend.load(place(rec.launches, offsets, arena.address))
-
-    def __enter__(self) -> _Scratch:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.backend.synchronize()
-        for buffer in self.buffers:
-            buffer.free()

@@ -17,6 +17,7 @@ from cupyllm.config import ModelConfig
 from cupyllm.engine import WeightSource
 from cupyllm.errors import InputError, OutOfMemory
 from cupyllm.kvcache.blocks import PAGE_TOKENS
+from cupyllm.kvcache.pool import bytes_per_token
 from cupyllm.model.names import FINAL_NORM, head_name, layer_names
 
 MAX_ROWS, MAX_SEQUENCES = 512, 64
@@ -70,7 +71,7 @@ def plan(
     """
     config, on_device = source.config, memory.device_bytes is not None
     free = int(HOST_SHARE * memory.host_bytes) if memory.device_bytes is None else memory.device_bytes - RESERVE_BYTES
-    page = config.num_hidden_layers * 2 * PAGE_TOKENS * config.num_key_value_heads * config.head_dim * ITEMSIZE[dtype]
+    page = PAGE_TOKENS * bytes_per_token(config, dtype)
     wanted = sum(_pages(length) for length in lengths)
     longest = max(_pages(length) for length in lengths)
     least = longest if least_tokens is None else min(longest, _pages(least_tokens))

@@ -15,6 +15,7 @@ import numpy as np
 
 from cupyllm.engine import Engine, LayerCallback, WeightSource
 from cupyllm.errors import CupyllmError
+from cupyllm.ops import grad_norm
 from cupyllm.train.state import HostState
 
 
@@ -73,8 +74,8 @@ class Trainer:
         bad = [name for name, value in sums.items() if not math.isfinite(value)]
         if bad:
             return self._skip(result.loss, result.num_targets, bad)
-        norm = math.sqrt(math.fsum(sums.values()))
-        coefficient = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        norm = grad_norm.global_norm(sums.values())
+        coefficient = 1.0 if self.clip is None else grad_norm.clip_coefficient(norm, self.clip)
         self.skips_in_a_row = 0
         for name in self.state.names():
             self._update(name, gradients.pop(name), coefficient)

@@ -12,9 +12,10 @@ import pytest
 
 from cupyllm.backend.base import Backend
 from cupyllm.engine import WeightSource
-from cupyllm.errors import BackendError, InputError
+from cupyllm.errors import BackendError, CheckpointError, InputError
+from cupyllm.kvcache.pool import Geometry
 from cupyllm.model.checkpoint import Checkpoint
-from cupyllm.model.runner import DeviceRunner, page_bytes
+from cupyllm.model.runner import DeviceRunner
 from cupyllm.reference.runner import ReferenceRunner
 from cupyllm.serve.engine import Engine, Generation
 from cupyllm.serve.runner import Runner, StepBatch
@@ -83,10 +84,10 @@ def test_alone_batched_chunked_reused_preempted_and_travelling_agree(checkpoint:
         runner = on_device(checkpoint, backend, **options)
         assert answers(runner, PROMPTS) == alone, options
         runner.close()
-    layer = SHAPE["num_pages"] * page_bytes(checkpoint.config, SHAPE["page_tokens"], "float32")
+    layer = Geometry.of(checkpoint.config, SHAPE["num_pages"], "float32", SHAPE["page_tokens"]).layer_bytes
     for kv_bytes in (0, 2 * layer):  # every layer travels; the first one stays
         runner = on_device(checkpoint, backend, kv_bytes=kv_bytes)
-        assert len(runner.kv) == kv_bytes // layer // 2 and answers(runner, PROMPTS) == alone
+        assert runner.num_staying == kv_bytes // layer // 2 and answers(runner, PROMPTS) == alone
         runner.close()
     reference = ReferenceRunner(checkpoint, **SHAPE)
     assert answers(reference, PROMPTS) == alone
@@ -120,7 +121,7 @@ def test_logits_do_not_depend_on_company(dtype: str, checkpoint: Checkpoint, bac
     float32 promises it; the plain kernels keep it in bfloat16 too, having one order of summation for every shape.
     """
     noted: dict[tuple[int, ...], set[bytes]] = {}
-    layer = SHAPE["num_pages"] * page_bytes(checkpoint.config, SHAPE["page_tokens"], dtype)
+    layer = Geometry.of(checkpoint.config, SHAPE["num_pages"], dtype, SHAPE["page_tokens"]).layer_bytes
     runs: list[tuple[dict[str, Any], dict[str, Any], list[list[list[int]]]]] = [
         ({}, {}, [[prompt] for prompt in PROMPTS]),
         ({}, {}, [PROMPTS]),
@@ -176,11 +177,8 @@ def test_unused_pages_may_hold_anything(checkpoint: Checkpoint, backend: Backend
     step = runner.step
 
     def poisoned(batch: StepBatch) -> np.ndarray:
-        row_bytes = page_bytes(checkpoint.config, 32, "float32") // 2
         for page in engine.pool.free_pages():
-            for layer in runner.kv:
-                for tensor in layer:
-                    backend.fill(tensor.address + page * row_bytes, row_bytes, 0xFF, runner.engine.compute)
+            runner.kv.poison(page, runner.engine.compute)
         return step(batch)
 
     runner.step = poisoned  # type: ignore[method-assign]
@@ -358,6 +356,42 @@ def test_a_step_that_fails_once_changes_no_answer(failing: int, checkpoint: Chec
         answers.append([g.output for g in made])
         assert all(g.finish_reason == "length" for g in made)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("travelling", [False, True])
+def test_a_read_that_fails_once_changes_no_answer(
+    travelling: bool, checkpoint: Checkpoint, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer cannot be read in the middle of a step, forked choices among its sequences."""
+    options: dict[str, Any] = {"kv_bytes": 0} if travelling else {}
+    runner = on_device(checkpoint, backend, **options)
+    read, calls, fails, failures = type(checkpoint).read_into, [0], [False], 0
+
+    def sometimes(self: Checkpoint, name: str, out: np.ndarray, start: int = 0) -> None:
+        if fails[0] and name.endswith("layers.2.mlp.up_proj.weight"):
+            calls[0] += 1
+            if calls[0] % 3 == 2:
+                raise CheckpointError("cannot be read now")
+        read(self, name, out, start)
+
+    monkeypatch.setattr(type(checkpoint), "read_into", sometimes)
+    said = []
+    for fails[0] in (False, True):
+        engine = Engine(runner)
+        made = engine.submit(PROMPTS[1], SamplingParams(seed=5), max_tokens=8, n=3)
+        made += engine.submit(PROMPTS[0], GREEDY, max_tokens=8)
+        while engine.busy:
+            try:
+                engine.step()
+            except CheckpointError:
+                failures += 1
+        said.append([g.output for g in made])
+        backend.synchronize()
+        for page in engine.pool.free_pages():  # unwritten pages must not look written by the first round
+            if not travelling:
+                runner.kv.poison(page)
+    assert failures > 3 and said[0] == said[1]
+    runner.close()
 
 
 def test_what_a_callback_cancels_says_nothing_more() -> None:
