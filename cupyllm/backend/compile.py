@@ -4,9 +4,11 @@ One cubin holds every kernel of one .cu file under one set of macros. Its key is
 options, NVRTC's version and the architecture, so a changed header or compiler is a new key. CuPy's own cache was
 rejected: its key does not cover included headers, and its compiler asks for a driver and never picks sm_90a.
 
-On disk an entry is kernels/<stem>-<arch>-<key>.json, which names its cubin by the SHA-256 of the content. Both are
-written beside and renamed, so several processes may build the same entry at once: whichever JSON comes last names bytes
-that are there.
+The simulator takes PTX instead (`compile_ptx_many`): the same units, children and cache, with a virtual architecture.
+
+On disk an entry is kernels/<stem>-<arch>-<key>.json, which names its cubin or PTX by the SHA-256 of the content. Both
+are written beside and renamed, so several processes may build the same entry at once: whichever JSON comes last names
+bytes that are there.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ ARCHITECTURES = (
     "sm_121",
 )  # what every kernel must compile for
 MIN_CAPABILITY = 80
-OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")  # -v: registers and spills, in the log
+# Without --fmad=false each target and compiler version fuses products and sums as it likes, and the same kernel gives
+# other bits; kernels say fmaf where they mean it. -v: resources.py reads what ptxas logs.
+OPTIONS = ("-std=c++17", "-lineinfo", "--fmad=false", "--ptxas-options=-v")
+SIMULATED = "compute_80"  # the virtual architecture whose PTX the simulator executes
+PTX_OPTIONS = OPTIONS[:3]  # there is no ptxas on the way to PTX
 MAX_CHILDREN = 32
 FORMAT = 1  # of the cache entries
 
@@ -57,13 +63,10 @@ class Cubin:
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What one thread block of a kernel takes, as ptxas reports it. Stack and spills are bytes a thread."""
+class Ptx:
+    """A unit as PTX text: the file that holds it."""
 
-    registers: int
-    shared_bytes: int
-    stack_bytes: int
-    spill_bytes: int
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -156,26 +159,13 @@ def compile_pairs(
     return {pair: cubin for pair in pairs if (cubin := found[_unit(pair)]) is not None}
 
 
-def parse_resources(log: str) -> dict[str, Resources]:
-    """Resources of each kernel in a cubin, from ptxas's -v output."""
-    found: dict[str, Resources] = {}
-    for part in log.split("Compiling entry function '")[1:]:
-        symbol = part.split("'", 1)[0]
-        found[symbol] = Resources(
-            registers=_number(r"Used (\d+) registers", part),
-            shared_bytes=_number(r"(\d+)(?:\+\d+)? bytes smem", part, 0),
-            stack_bytes=_number(r"(\d+) bytes stack frame", part),
-            spill_bytes=_number(r"(\d+) bytes spill stores", part) + _number(r"(\d+) bytes spill loads", part),
-        )
-    return found
+def compile_ptx_many(specs: Iterable[KernelSpec], folder: Path | None = None) -> dict[KernelSpec, Ptx]:
+    """The PTX of each spec for the simulator, missing ones compiled in parallel; neither GPU nor driver is asked for.
 
-
-def _number(pattern: str, text: str, default: int | None = None) -> int:
-    match = re.search(pattern, text)
-    if match is None:
-        assert default is not None, f"ptxas printed no {pattern!r} in {text!r}"
-        return default
-    return int(match[1])
+    Raises as compile_many.
+    """
+    found = compile_pairs([(spec, SIMULATED) for spec in specs], folder)
+    return {spec: Ptx(unit.path) for (spec, _), unit in found.items()}
 
 
 def _kernel_folder() -> Path:
@@ -194,11 +184,14 @@ def _unit(pair: tuple[KernelSpec, str]) -> _Unit:
 def _job(source: str, defines: tuple[tuple[str, str], ...], arch: str, version: tuple[int, int]) -> _Job:
     name = Path(source).name
     macros = [f"-D{macro}={value}" for macro, value in defines]
+    options = PTX_OPTIONS if arch == SIMULATED else OPTIONS
     request: dict[str, object] = {
         "text": flatten(source),
         "name": name,
-        "options": [f"-arch={arch}", *OPTIONS, *macros],
+        "options": [f"-arch={arch}", *options, *macros],
     }
+    if arch == SIMULATED:
+        request["output"] = "ptx"
     key = hashlib.sha256(json.dumps([FORMAT, version, request]).encode()).hexdigest()[:24]
     label = f"{name} for {arch} with {' '.join(macros) or 'no macros'}"
     return _Job(label, f"{Path(source).stem}-{arch}-{key}", request)
@@ -210,7 +203,8 @@ def _read(folder: Path, stem: str) -> Cubin | None:
         entry = json.loads((folder / f"{stem}.json").read_text())
         path = folder / str(entry["cubin"])
         content = path.read_bytes()
-        if content[:4] == b"\x7fELF" and hashlib.sha256(content).hexdigest() == entry["sha256"]:
+        whole = content[:4] == b"\x7fELF" if path.suffix == ".cubin" else b"\n.version" in content
+        if whole and hashlib.sha256(content).hexdigest() == entry["sha256"]:
             return Cubin(path, str(entry["log"]))
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent or damaged: built again
@@ -221,7 +215,7 @@ def _publish(folder: Path, stem: str, built: Path, log: str) -> None:
     """Move a compiled file into the cache under its content's name, then the entry that points to it."""
     content = built.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    name = f"{stem}-{digest[:16]}.cubin"
+    name = f"{stem}-{digest[:16]}{built.suffix}"
     os.replace(built, folder / name)
     entry = built.with_suffix(".json")
     entry.write_text(json.dumps({"cubin": name, "sha256": digest, "log": log}))
@@ -291,7 +285,7 @@ class _Child(threading.Thread):
             pass
 
     def _compile(self, process: subprocess.Popen[str], job: _Job) -> None:
-        built = self._folder / f".building-{secrets.token_hex(8)}.cubin"
+        built = self._folder / f".building-{secrets.token_hex(8)}.{job.request.get('output', 'cubin')}"
         try:
             answer = self._ask(process, {**job.request, "target": str(built)})
             if answer is None:

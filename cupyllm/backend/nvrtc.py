@@ -1,4 +1,4 @@
-"""NVRTC itself: text to cubin, in a process of its own.
+"""NVRTC itself: text to cubin or PTX, in a process of its own.
 
 CuPy's low-level calls are used because they need neither a GPU nor a driver; its higher level asks for a driver, always
 adds -ftz=true and never picks sm_90a. Compilation runs in child processes because NVRTC holds one lock per process and
@@ -42,8 +42,11 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def compile_text(text: str, name: str, options: list[str]) -> tuple[bytes, str]:
-    """(cubin, log) of one source. Raises RuntimeError with NVRTC's log when it does not compile."""
+def compile_text(text: str, name: str, options: list[str], output: str = "cubin") -> tuple[bytes, str]:
+    """(cubin or PTX, log) of one source. Raises RuntimeError with NVRTC's log when it does not compile.
+
+    `output` "ptx" wants a virtual architecture (-arch=compute_80), "cubin" a real one.
+    """
     nvrtc = library()
     program = nvrtc.createProgram(text, name, (), ())
     try:
@@ -51,7 +54,8 @@ def compile_text(text: str, name: str, options: list[str]) -> tuple[bytes, str]:
             nvrtc.compileProgram(program, tuple(options))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(nvrtc.getProgramLog(program) or str(error)) from error
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        compiled = nvrtc.getPTX(program) if output == "ptx" else nvrtc.getCUBIN(program)
+        return compiled, nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 
@@ -63,15 +67,18 @@ def child_command() -> list[str]:
 
 
 def serve() -> None:
-    """A child: {"text", "name", "options", "target"} in, {"log"} or {"error"} out; the cubin goes to `target`."""
+    """A child: {"text", "name", "options", "target"} in, {"log"} or {"error"} out; what was compiled goes to `target`.
+
+    With "output": "ptx" that is PTX, else a cubin.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not mix with the answers
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         try:
-            cubin, log = compile_text(job["text"], job["name"], job["options"])
+            compiled, log = compile_text(job["text"], job["name"], job["options"], job.get("output", "cubin"))
             with open(job["target"], "wb") as file:
-                file.write(cubin)
+                file.write(compiled)
             answer = {"log": log}
         except (RuntimeError, BackendError) as error:
             answer = {"error": str(error)}

@@ -40,7 +40,7 @@ template <typename G> DEVICE void forward(const X_T* x, const W_T* weight, X_T* 
   float squares = 0.0f;
   for (i64 d = G::lane(); d < D; d += G::group) {
     float value = to_float(x[d]);
-    squares += value * value;
+    squares = fmaf(value, value, squares);
   }
   float r = 1.0f / sqrtf(G::sum(squares) / (float)D + eps);
   for (i64 d = G::lane(); d < D; d += G::group)
@@ -57,11 +57,11 @@ DEVICE void backward(const X_T* d_y, const X_T* x, const W_T* weight, const floa
   d_x += chunk * D;
   float r = rstd[chunk], dot = 0.0f;
   for (i64 d = G::lane(); d < D; d += G::group)
-    dot += to_float(d_y[d]) * to_float(weight[d]) * (to_float(x[d]) * r);
+    dot = fmaf(to_float(d_y[d]) * to_float(weight[d]), to_float(x[d]) * r, dot);
   float mean = G::sum(dot) / (float)D;
   for (i64 d = G::lane(); d < D; d += G::group) {
     float g = to_float(d_y[d]) * to_float(weight[d]), n = to_float(x[d]) * r;
-    d_x[d] = from_float<X_T>(r * (g - n * mean));
+    d_x[d] = from_float<X_T>(r * fmaf(-n, mean, g));
   }
 }
 
@@ -102,7 +102,7 @@ KERNEL(rmsnorm_backward_weight)
       i64 last = first + WARPS * PROMOTE < end ? first + WARPS * PROMOTE : end;
       float partial = 0.0f;
       for (i64 chunk = first; chunk < last; chunk += WARPS)
-        partial += to_float(d_y[chunk * D + d]) * (to_float(x[chunk * D + d]) * rstd[chunk]);
+        partial = fmaf(to_float(d_y[chunk * D + d]), to_float(x[chunk * D + d]) * rstd[chunk], partial);
       total += partial;
     }
   totals[warp][lane] = total;
