@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from cupyllm.sim.access import LaunchMemory
-from cupyllm.sim.memory import LOCAL_WINDOW, SHARED_WINDOW, Geometry
 
 from cupyllm.sim import tensor, warp
+from cupyllm.sim.access import LaunchMemory
+from cupyllm.sim.memory import LOCAL_WINDOW, SHARED_WINDOW, Geometry
 from cupyllm.sim.report import Reports, Site, UnknownInstruction
 
 Array = np.ndarray

@@ -4,8 +4,8 @@ A batch of B CTAs of T threads runs as arrays that broadcast to (B, T): a value 
 (1, 1), one that differs by CTA (B, 1), by thread (1, T). NumPy's overhead is paid once an instruction and batch: B is
 chosen to give about 2000 lanes. While all lanes are at one place, whole blocks run. Where a branch divides them, groups
 with masks run, lowest segment first, and join where they meet; a group at a barrier or a warp instruction waits until
-those it must enter with have come. When every group waits, the kernel would hang on a GPU: a report says so. CTAs run in
-order and never wait for one another; a kernel that needs another CTA's progress spins, and the budget ends it.
+those it must enter with have come. When every group waits, the kernel would hang on a GPU: a report says so. CTAs run
+in order and never wait for one another; a kernel that needs another CTA's progress spins, and the budget ends it.
 
 Running CTAs one after another instead was measured at 3 to 18 times the time (design notes: simulator).
 """
@@ -19,14 +19,14 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from cupyllm.sim.access import LaunchMemory
-from cupyllm.sim.memory import DeviceMemory, Extent, Geometry
 
 from cupyllm.backend.base import ITEMSIZE, Argument, Launch, Tensor
 from cupyllm.errors import BackendError
 from cupyllm.sim import warp
+from cupyllm.sim.access import LaunchMemory
 from cupyllm.sim.batch import Batch, first_lane
 from cupyllm.sim.flow import EXIT
+from cupyllm.sim.memory import DeviceMemory, Extent, Geometry
 from cupyllm.sim.module import BlockPlan, SegmentPlan, SimKernel, SimModule
 from cupyllm.sim.ptx import Kernel
 from cupyllm.sim.report import Reports, Site
@@ -58,14 +58,17 @@ class Simulator:
         kernel = module.kernels[launch.kernel.symbol]
         geometry = self._geometry(kernel.kernel, launch)
         reports = Reports()
+        args = [_extent(arg) for arg in launch.args]
         memory = LaunchMemory(
             self.memory,
             kernel.kernel,
             self._module_variables(module),
-            [_extent(arg) for arg in launch.args],
+            args,
             launch.shared_bytes,
             reports,
             self.check,
+            _written(kernel, args),
+            frozenset(variable.name for variable in module.variables if variable.space == "const"),
         )
         params = _pack(kernel.kernel, launch.args)
         run = _Run(kernel, self.budget, launch)
@@ -143,6 +146,17 @@ def _extent(arg: Argument) -> Extent | None:
     if not isinstance(arg, Tensor):
         return None
     return Extent(arg.address, arg.nbytes, arg.storage.name, ITEMSIZE[arg.dtype], arg.shape)
+
+
+def _written(kernel: SimKernel, args: Sequence[Extent | None]) -> frozenset[int | str] | None:
+    """Parameters and variables that the launch may write; None where a store has an address of unknown origin."""
+    found: set[int | str] = set()
+    for origins in kernel.stores:
+        known = {o for o in origins or () if isinstance(o, str) or args[o] is not None}
+        if not known:
+            return None
+        found |= known
+    return frozenset(found)
 
 
 def _pack(kernel: Kernel, args: Sequence[Argument]) -> Array:

@@ -25,7 +25,7 @@ import numpy as np
 
 from cupyllm.errors import BackendError
 from cupyllm.sim import flow as analysis
-from cupyllm.sim import memory, numeric, ptx
+from cupyllm.sim import memory, numeric, ptx, targets
 from cupyllm.sim.flow import EXIT, Flow
 from cupyllm.sim.ptx import Immediate, Instruction, Kernel, Location, Module, Register
 from cupyllm.sim.report import Site
@@ -74,6 +74,7 @@ class SimKernel:
     blocks: list[BlockPlan]
     segments: list[SegmentPlan]
     sites: list[Site]
+    stores: list[frozenset[int | str] | None]  # what each store to device memory may address; None: unknown
     code: Any
     source: str = ""
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -165,7 +166,12 @@ def _build(module: Module, name: str) -> SimKernel:
     bare = Kernel(kernel.name, kernel.parameters, {}, kernel.variables, [], {}, kernel.max_threads)
     code = compile(source, f"<{name}>", "exec", optimize=2)
     segments = [_segment(kernel, flow, index, number) for index in range(len(flow.segments))]
-    return SimKernel(bare, [tokens[r] for r in kernel.registers], _blocks(flow), segments, sites, code, source)
+    storage, stores = [tokens[r] for r in kernel.registers], [targets.written_by([s]) for s in sites if _stores(s)]
+    return SimKernel(bare, storage, _blocks(flow), segments, sites, stores, code, source)
+
+
+def _stores(site: Site) -> bool:
+    return site.opcode.split(".", 1)[0] in ("st", "atom", "red") and site.space not in ("shared", "local")
 
 
 def _blocks(flow: Flow) -> list[BlockPlan]:
@@ -221,12 +227,12 @@ def _read(path: Path) -> SimKernel | None:
         return None
     if hashlib.sha256(content[32:]).digest() != content[:32]:
         return None
-    kernel, storage, blocks, segments, sites, code, source = pickle.loads(content[32:])
-    return SimKernel(kernel, storage, blocks, segments, sites, marshal.loads(code), source)
+    kernel, storage, blocks, segments, sites, stores, code, source = pickle.loads(content[32:])
+    return SimKernel(kernel, storage, blocks, segments, sites, stores, marshal.loads(code), source)
 
 
 def _write(path: Path, kernel: SimKernel) -> None:
-    fields = (kernel.kernel, kernel.storage, kernel.blocks, kernel.segments, kernel.sites)
+    fields = (kernel.kernel, kernel.storage, kernel.blocks, kernel.segments, kernel.sites, kernel.stores)
     content = pickle.dumps((*fields, marshal.dumps(kernel.code), kernel.source))
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:

@@ -116,7 +116,7 @@ class SharedSpace:
         kind: int,
         opaque: bool = False,
     ) -> None:
-        """Stores carriers, [B, T] or uniform, checked and logged. opaque: equal values of two threads do not matter."""
+        """Stores carriers, [B, T] or uniform, checked and logged. opaque: equal values excuse nobody."""
         try:
             index = array.index(array.store_table(size), size, offset, mask)
             if array.hits_flight(index, size):
