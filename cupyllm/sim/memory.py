@@ -158,8 +158,7 @@ class DeviceMemory:
             raise BackendError(f"free: {allocation} is not allocated, or was freed before; free each allocation once")
         del self._starts[at], self._live[at]
         self.live_bytes -= allocation.nbytes
-        end = allocation.address + allocation.nbytes
-        self._whole = {known for known in self._whole if not allocation.address <= known[0] < end}
+        self._doubt(allocation.address, allocation.nbytes)
         start = allocation.address - DEVICE_BASE
         self.shadow[start : start + allocation.nbytes] = 0
         first, last = _round_up(start, _PAGE), (start + allocation.nbytes) // _PAGE * _PAGE
@@ -179,7 +178,7 @@ class DeviceMemory:
         return found is not None and address + nbytes <= found.address + found.nbytes
 
     def initialised(self, address: int, nbytes: int) -> bool:
-        """Whether all of these bytes are. They stay so until they are freed, so a yes is remembered."""
+        """Whether all of these bytes are. A yes is remembered until they are freed, forgotten or copied over."""
         if (address, nbytes) in self._whole:
             return True
         start = address - DEVICE_BASE
@@ -187,6 +186,16 @@ class DeviceMemory:
         if whole:
             self._whole.add((address, nbytes))
         return whole
+
+    def forget(self, address: int, nbytes: int) -> None:
+        """Count these bytes as never written, whatever they hold."""
+        self.shadow[self._checked(address, nbytes, "forget")] = ADDRESSABLE
+        self._doubt(address, nbytes)
+
+    def _doubt(self, address: int, nbytes: int) -> None:
+        """Drop what is remembered of arrays that overlap these bytes."""
+        end = address + nbytes
+        self._whole = {(start, size) for start, size in self._whole if start + size <= address or end <= start}
 
     def upload(self, address: int, array: np.ndarray) -> None:
         """Host bytes to the device, initialised from then on. `array`: C-contiguous."""
@@ -203,6 +212,8 @@ class DeviceMemory:
         there, here = self._checked(target, nbytes, "copy to"), self._checked(source, nbytes, "copy from")
         self.arena[there] = self.arena[here]
         self.shadow[there] = self.shadow[here]
+        if not (self.shadow[there] == READABLE).all():
+            self._doubt(target, nbytes)
 
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         place = self._checked(address, nbytes, "fill of")

@@ -35,6 +35,7 @@ DTYPES: dict[str, Any] = {token: np.dtype(token) for token in set(TOKENS.values(
 DTYPES |= {"b1": np.dtype(bool), "bf": np.dtype(ml_dtypes.bfloat16)}
 _ENTRY = re.compile(r"\.entry\s+([\w$%]+)")
 _MEMBERS = {"shfl": 4, "vote": 2, "match": 2, "redux": 2, "elect": 1}
+_SLOW = {"atom": 100, "red": 100, "mma": 20, "match": 20}
 _FORMAT = 1
 
 
@@ -180,18 +181,23 @@ def _blocks(flow: Flow) -> list[BlockPlan]:
         several = len(block.segments) > 1
         name = f"w{block.index}" if several else f"s{block.segments[0]}"
         taken = block.following if block.branch is None else block.taken
-        cost = len(block.instructions) + (block.branch is not None)
+        cost = _cost(block.instructions) + (block.branch is not None)
         last = block.branch or (block.instructions[-1] if block.instructions else None)
         where = () if last is None else last.where
         plans.append(BlockPlan(name, cost, tuple(block.segments), block.conditional, taken, block.following, where))
     return plans
 
 
+def _cost(instructions: list[Instruction]) -> int:
+    """Instructions, the slow ones counted as what they take."""
+    return sum(_SLOW.get(instruction.opcode.split(".", 1)[0], 1) for instruction in instructions)
+
+
 def _segment(kernel: Kernel, flow: Flow, index: int, number: dict[str, int]) -> SegmentPlan:
     segment = flow.segments[index]
     inside = flow.blocks[segment.block].segments
     following = index + 1 if index != inside[-1] else EXIT
-    first, cost = segment.meeting, len(segment.instructions) + 1
+    first, cost = segment.meeting, _cost(segment.instructions) + 1
     if first is None:
         return SegmentPlan(f"s{index}", segment.block, cost, following)
     site = Site(kernel.name, first.text, first.where)

@@ -197,7 +197,7 @@ class SharedArray:
             self.part()
         if self.flight is None:
             self.flight = np.zeros_like(self.ready)
-        shape = np.broadcast_shapes(offset.shape, lanes.shape)
+        shape = np.broadcast_shapes(offset.shape, lanes.shape, (len(self.ready), 1))
         chosen = np.broadcast_to(lanes, shape)
         at = np.broadcast_to(offset, shape).astype(np.int64)
         if not self.uniform:

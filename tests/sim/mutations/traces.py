@@ -1,0 +1,257 @@
+"""The launches that mutants are judged on: the ops' own cases, through their launchers, with what memory held.
+
+Each launch is kept with the bytes of its tensors before it ran and after, and which of them had been written. So a
+mutant of one kernel can run alone, on the inputs that its predecessors had made: what it breaks is not blamed on a
+later launch, and nothing is computed twice. A recording is itself a check: the kernels as they are give no report.
+
+Cases: all small ones of an op in float32, forward and backward; one of them with accumulated gradients, and without
+each gradient that may be left out; and what is in EXTRA. Other dtypes have no other conditions, but in conversions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from cupyllm import ops
+from cupyllm.backend.base import KernelSpec, Launch, Spec, Tensor
+from cupyllm.backend.eager import Session, spoil
+from cupyllm.backend.record import Recorder, arena_layout, place
+from cupyllm.backend.sim import SimBackend
+from cupyllm.ops import adamw, grad_norm, rope
+from cupyllm.ops.cases import draw, draw_cotangents, op_attrs
+from cupyllm.ops.op import Case, Op
+from cupyllm.sim.memory import DEVICE_BASE
+
+AMPERE = str(Path(__file__).parent.parent / "kernels" / "ampere.cu")
+Call = Callable[[Session, Recorder], None]  # puts arrays on the device and records
+
+
+def _paged(name: str, table: str, length: int) -> Case:
+    """One sequence of one query, whose table has 2 of 3 pages."""
+    pages = (3, 32, 16)
+    kinds = ("normal", "normal", "normal", f"values:{table}", "values:0,1", f"values:{length}")
+    inputs = ((1, 16), pages, pages, (1, 2), (2,), (1,))
+    return Case(name, inputs, (), {"num_heads": 1, "num_kv_heads": 1}, kinds)
+
+
+ROWS, PAGES = ((3, 8), (3, 8)), ((2, 4, 8), (2, 4, 8))
+
+# Beside the ops' own cases: a bias gradient with more rows than warps, and what launchers keep away from kernels, which
+# bound it all the same.
+EXTRA = {
+    "linear": [Case("bias, 9 rows", ((9, 4),), ((33, 4), (33,)))],
+    "cross_entropy": [Case("labels out of range", ((4, 7), (4,)), kinds=("normal", "values:-5,6,-100,7"))],
+    "kv_append": [
+        Case(
+            "slots out of range", (*ROWS, *PAGES, (3,)), kinds=("normal", "normal", "normal", "normal", "values:8,2,-7")
+        )
+    ],
+    "paged_attention": [
+        _paged("no such page", "0,3", 40),
+        _paged("a negative page", "-1,2", 40),
+        _paged("longer than its table", "2,1", 70),
+    ],
+}
+
+
+@dataclass
+class Recorded:
+    """A launch that ran, and the bytes of its tensors. `before` has the shadow, too: which bytes were written."""
+
+    launch: Launch
+    case: str
+    before: list[tuple[slice, np.ndarray, np.ndarray]]
+    after: list[np.ndarray]
+
+
+@dataclass
+class Trace:
+    """The launches of one call, and what memory held around each; that is recorded when it is first needed."""
+
+    case: str
+    launches: list[Launch]
+    recorded: list[Recorded] = field(default_factory=list)
+
+
+class Replayer:
+    """Records the launches of a source file's cases, and brings back the state that each started from."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        self.backend = backend
+        self._session = Session(backend)
+
+    def traces(self, source: str) -> list[Trace]:
+        """Every call that launches kernels of `source`; nothing has run yet."""
+        found = []
+        for case, call in calls(source):
+            rec = Recorder(self.backend.capability)
+            call(self._session, rec)
+            found.append(Trace(case, self._placed(rec)))
+        return found
+
+    def record(self, trace: Trace) -> list[Recorded]:
+        """Its launches, run at the first call. Raises SimError where a kernel as it is gives a report."""
+        if not trace.recorded:
+            trace.recorded = [self._run(launch, trace.case) for launch in trace.launches]
+        return trace.recorded
+
+    def restore(self, recorded: Recorded) -> None:
+        """Bring back what memory held before the launch."""
+        memory = self.backend.memory
+        for where, data, shadow in recorded.before:
+            self.backend.forget(where.start + DEVICE_BASE, len(data))
+            memory.arena[where], memory.shadow[where] = data, shadow
+
+    def same_bits(self, recorded: Recorded) -> bool:
+        """Whether the tensors hold now what they held after the launch."""
+        arena = self.backend.memory.arena
+        return all(
+            np.array_equal(arena[where], data)
+            for (where, _, _), data in zip(recorded.before, recorded.after, strict=True)
+        )
+
+    def _placed(self, rec: Recorder) -> list[Launch]:
+        offsets, total = arena_layout(rec.launches)
+        arena = self.backend.allocate(max(total, 1), "arena")
+        self._session.buffers.append(arena)
+        spoil(self.backend, arena.address, arena.nbytes)
+        return place(rec.launches, offsets, arena.address)
+
+    def _run(self, launch: Launch, case: str) -> Recorded:
+        memory = self.backend.memory
+        regions = {(arg.address, arg.nbytes) for arg in launch.args if isinstance(arg, Tensor) and arg.nbytes}
+        slices = [slice(a - DEVICE_BASE, a - DEVICE_BASE + n) for a, n in sorted(regions)]
+        before = [(where, memory.arena[where].copy(), memory.shadow[where].copy()) for where in slices]
+        self.backend.run(self.backend.load([launch]))
+        return Recorded(launch, case, before, [memory.arena[where].copy() for where in slices])
+
+
+def calls(source: str) -> Iterator[tuple[str, Call]]:
+    """(label, call) of everything that launches kernels of `source`, a name in cupyllm/cu or AMPERE."""
+    if source == AMPERE:
+        yield from _ampere()
+    if source == "adamw.cu":
+        yield from ((f"{n} {p16}", _adamw(n, p16)) for n in (1, 257) for p16 in (None, "bfloat16"))
+    if source == "grad_norm.cu":
+        yield from ((f"{n}", _grad_norm(n)) for n in (1, 257, 8192, 8193))
+    if source == "rope.cu":
+        yield from ((f"table {rows}x{half}", _rope_table(rows, half)) for rows, half in ((5, 3), (4, 64)))
+    for name in ops.GRAPH_OPS:
+        op = ops.get(name)
+        if any(variant.source == source for variant in op.variants):
+            yield from _op_calls(op)
+
+
+def _op_calls(op: Op) -> Iterator[tuple[str, Call]]:
+    small = [case for case in op.cases() if case.size == "small"]
+    for case in [*small, *EXTRA.get(op.name, [])]:
+        yield case.name, _op_call(op, case)
+    if op.inference_only:
+        return
+    case = next((case for case in small if len(case.params) > 1), small[1])
+    if case.params:
+        yield f"{case.name}, accumulated", _op_call(op, case, accumulate=True)
+    gradients = [f"d_input{i}" for i, wanted in enumerate(op.differentiable) if wanted]
+    for left_out in [*gradients, *(f"d_param{i}" for i in range(len(case.params)))]:
+        yield f"{case.name}, no {left_out}", _op_call(op, case, left_out=left_out)
+
+
+def _op_call(op: Op, case: Case, accumulate: bool = False, left_out: str = "") -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        drawn, attrs = draw(case), op_attrs(op.name, case, "float32")
+        x = [None if a is None else session.put(a, f"input{i}") for i, a in enumerate(drawn.inputs)]
+        w = [session.put(a, f"param{i}") for i, a in enumerate(drawn.params)]
+        y = [session.empty(spec, f"output{i}") for i, spec in enumerate(op.infer(x, w, attrs))]
+        saved = op.forward(rec, x, w, y, attrs)
+        if op.inference_only:
+            return
+        d_y = [None if a is None else session.put(a, f"d_output{i}") for i, a in enumerate(draw_cotangents(y))]
+        wanted = [d and left_out != f"d_input{i}" for i, d in enumerate(op.differentiable)]
+        d_x = [
+            session.empty(t, f"d_input{i}") if t is not None and d else None
+            for i, (t, d) in enumerate(zip(x, wanted, strict=True))
+        ]
+        d_w: list[Tensor | None] = []
+        for i, t in enumerate(w):
+            zeros = np.zeros(t.shape, np.float32)
+            made = session.put(zeros, f"d_param{i}") if accumulate else session.empty(Spec(t.shape, "float32"))
+            d_w.append(None if left_out == f"d_param{i}" else made)
+        op.backward(rec, saved, d_y, d_x, d_w, attrs, accumulate)
+
+    return call
+
+
+def _floats(shape: int | Sequence[int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def _adamw(size: int, p16: str | None) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        p, g, m, v = (session.put(np.abs(_floats(size, seed))) for seed in range(4))
+        numbers = adamw.pack_scalars(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=2)
+        out = session.empty(Spec((size,), p16)) if p16 else None
+        adamw.adamw(rec, p, g, m, v, session.put(numbers), out)
+
+    return call
+
+
+def _grad_norm(size: int) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        g = session.put(_floats(size))
+        grad_norm.sum_of_squares(rec, g, session.empty(Spec((3,), "float64")), slot=1)
+        grad_norm.scale(rec, g, session.put(grad_norm.as_factor(0.5)))
+
+    return call
+
+
+def _rope_table(rows: int, half: int) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        cos, sin = (session.empty(Spec((rows, half), "float32")) for _ in range(2))
+        positions = session.put(np.arange(rows, dtype=np.int32))
+        rope.rope_table(rec, positions, session.put(np.abs(_floats(half))), 1.0, cos, sin)
+
+    return call
+
+
+def _ampere() -> Iterator[tuple[str, Call]]:
+    for m, n, k in ((1, 8, 8), (64, 64, 96), (65, 72, 40), (130, 136, 200)):
+        yield f"{m}x{n}x{k}", _gemm("gemm_nt", m, n, k)
+        yield f"{m}x{n}x{k}", _gemm("gemm_nn", m, n, k)
+    for n in (1, 128, 1000):
+        yield f"{n}", _runs("stencil", 2, 128, n, (n,), shared_bytes=1040)
+    for n in (4, 5):
+        yield f"{n}", _runs("warp_transpose", -(-n // 4), 128, n, (n, 32, 32))
+    for n in (256, 700):
+        yield f"{n}", _runs("scan", -(-n // 256), 256, n, (n,))
+    yield "300", _histogram(300)
+
+
+def _gemm(name: str, m: int, n: int, k: int) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        a = session.put(_floats((m, k)).astype(ml_dtypes.bfloat16))
+        b = session.put(_floats((n, k) if name == "gemm_nt" else (k, n), 1).astype(ml_dtypes.bfloat16))
+        c = session.empty(Spec((m, n), "float32"))
+        rec.launch(KernelSpec(AMPERE, name), (-(-n // 64), -(-m // 64)), 128, a, b, c, m, n, k)
+
+    return call
+
+
+def _runs(name: str, grid: int, block: int, n: int, shape: tuple[int, ...], shared_bytes: int = 0) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        x, y = session.put(_floats(shape)), session.empty(Spec(shape, "float32"))
+        rec.launch(KernelSpec(AMPERE, name), grid, block, x, y, n, shared_bytes=shared_bytes)
+
+    return call
+
+
+def _histogram(n: int) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        ids = session.put(np.random.default_rng(0).integers(-1, 65, n).astype(np.int32))
+        rec.launch(KernelSpec(AMPERE, "histogram"), 2, 128, ids, session.put(np.zeros(64, np.int32)), n)
+
+    return call
