@@ -2,7 +2,8 @@
 
 Exit status: 0 success; 1 what the command checks does not hold; 2 bad usage, bad input or a machine that lacks
 something (one line on stderr); 130 interrupted; 141 the reader of stdout went away. Any other failure is a bug of
-ours and keeps its traceback.
+ours and keeps its traceback. What the simulator finds in a kernel is a check that does not hold: status 1, one line a
+finding on stderr, with --json too, since there is no result to print.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import click
 from cupyllm import __version__
 from cupyllm.errors import CupyllmError
 
-USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+CHECK_FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 MAX_LAYERS, MAX_STEPS = 10_000, 1_000_000
 STREAM_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -47,7 +48,10 @@ class Commands(click.Group):
         except (KeyboardInterrupt, click.Abort):
             fail("interrupted", INTERRUPTED)
         except CupyllmError as error:
-            fail(str(error))
+            if not _found_in_a_kernel(error):
+                fail(str(error))
+            first, *more = str(error).splitlines()
+            fail(first, CHECK_FAILED, more)
         except MemoryError as error:
             fail(f"not enough host memory: {error or 'an allocation failed'}; use a smaller shape or fewer tokens")
         except click.exceptions.NoArgsIsHelpError:
@@ -83,10 +87,16 @@ def _stdout_failed(error: OSError) -> None:
     fail(f"cannot write to stdout: {error.strerror} ({name}), expected somewhere with room; redirect it elsewhere")
 
 
-def fail(message: str, status: int = USAGE_ERROR) -> None:
-    """One line on stderr, then exit."""
+def _found_in_a_kernel(error: CupyllmError) -> bool:
+    from cupyllm.sim.report import SimError
+
+    return isinstance(error, SimError)
+
+
+def fail(message: str, status: int = USAGE_ERROR, more: Sequence[str] = ()) -> None:
+    """One line on stderr, and those of `more` below it, then exit."""
     try:
-        print(f"cupyllm: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print("\n  ".join([f"cupyllm: error: {' '.join(message.split())}", *more]), file=sys.stderr, flush=True)
     except OSError:  # nobody to tell; the status does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     sys.exit(status)
@@ -119,10 +129,10 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 backend_option = click.option(
     "--backend",
-    type=click.Choice(["auto", "cuda", "reference"]),
+    type=click.Choice(["auto", "cuda", "sim", "reference"]),
     default="auto",
     show_default=True,
-    help="auto: the GPU when there is one, else the NumPy reference.",
+    help="auto: the GPU when there is one, else the NumPy reference. sim: the GPU's kernels, simulated and checked.",
 )
 dtype_option = click.option(
     "--dtype",
@@ -289,6 +299,35 @@ def synth(**arguments: Any) -> int:
 def import_(**arguments: Any) -> int:
     """Turn a GGUF file (Llama, Qwen2 or Qwen3) into a Hugging Face checkpoint directory, its tokenizer included."""
     from cupyllm.commands import import_gguf as command
+
+    return command.run(**arguments)
+
+
+@cli.command("sim-check")
+@click.option("--kernel", metavar="FILE.cu:NAME", help="A kernel to run once, under its C++ name or its symbol.")
+@click.option("--grid", metavar="X,Y,Z", default="1", show_default=True, help="Blocks.")
+@click.option("--block", metavar="X,Y,Z", help="Threads of a block.")
+@click.option("--args", metavar="ARGS", default="", help="All in order: 'f32[64,128] y=f32[64]:empty 64 1e-6'.")
+@click.option("--arg", metavar="ARG", multiple=True, help="One argument more; repeat for several.")
+@click.option("--shared-bytes", type=click.IntRange(min=0), default=0, help="Dynamic shared memory of a block.")
+@click.option("--define", "defines", metavar="NAME=VALUE", multiple=True, help="A macro; repeat for several.")
+@click.option("--include", "includes", metavar="DIR", multiple=True, help="Where headers are; repeat for several.")
+@click.option("--show", metavar="NAME", multiple=True, help="Print this array as the kernel leaves it.")
+@click.option("--save", metavar="NAME=FILE.npy", multiple=True, help="Write this array as the kernel leaves it.")
+@click.option("--op", "ops", metavar="NAME", multiple=True, help="Every case of one of our ops, or of all.")
+@click.option("--variant", metavar="NAME", help="Of --op. Default: each one that can be simulated.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of --op. Default: both.")
+@click.option("--budget", type=click.IntRange(1, 2**62), help="Thread instructions that a launch may take.")
+@json_option
+def sim_check(**arguments: Any) -> int:
+    """Run CUDA C without a GPU and check it: bounds, unwritten values, races, cp.async, barriers, endless loops.
+
+    An argument is [NAME=]VALUE. Arrays: TYPE[SHAPE], a .npy file, or @NAME, the array of another one. Behind
+    TYPE[SHAPE] may follow :random, :random:N (integers below N), :empty (never written), :zeros, :ones, :arange,
+    :NUMBER or :FILE.npy; the default is random for floats and zeros for integers. Numbers: 64, 1e-6, or with a type,
+    f16:0.5; null is a null pointer. Types: f16 bf16 f32 f64, i8 to i64, u8 to u64.
+    """
+    from cupyllm.commands import sim_check as command
 
     return command.run(**arguments)
 

@@ -41,6 +41,7 @@ def examine() -> dict[str, Any]:
         "driver": driver,
         "gpus": gpus,
         "nvrtc": nvrtc,
+        "simulator": nvrtc is not None,
         "cache": _cache_report(),
         "huggingface_cache": _hub_report(),
     }
@@ -84,6 +85,7 @@ def variants() -> list[dict[str, Any]]:
             "variant": variant.name,
             "source": variant.source,
             "min_capability": variant.min_capability,
+            "simulated": variant.simulated,
             "note": variant.note,
         }
         for name in ops.GRAPH_OPS

@@ -1,7 +1,8 @@
 """The exceptions a user can meet.
 
 Each message is one line and names what failed, what was found, what was expected and what to do about it. Commands
-print it and exit with status 2; every other exception is a bug of ours and keeps its traceback.
+print it and exit with status 2; every other exception is a bug of ours and keeps its traceback. SimError
+(sim/report.py), what the simulator found in a kernel, has a line a finding and exit status 1.
 """
 
 from __future__ import annotations

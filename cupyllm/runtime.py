@@ -1,7 +1,8 @@
 """Which machine a command runs on: chosen once, with a reason, and passed down.
 
-`auto` takes the GPU when there is one and CuPy to drive it, else the NumPy reference. An explicit choice that cannot be
-had is an error, never a fallback. The driver is asked through its own library before CuPy is imported, so on a machine
+`auto` takes the GPU when there is one and CuPy to drive it, else the NumPy reference. The simulator runs the GPU's
+kernels, thousands of times slower, and is only ever an explicit choice. One that cannot be had is an error, never a
+fallback. The driver is asked through its own library before CuPy is imported, so on a machine
 without a GPU the choice costs milliseconds.
 """
 
@@ -16,24 +17,26 @@ from cupyllm.backend.nvrtc import REMEDY
 from cupyllm.doctor import ask_driver
 from cupyllm.errors import BackendError, InputError
 
-NAMES = ("auto", "cuda", "reference")
+NAMES = ("auto", "cuda", "sim", "reference")
 
 
 @dataclass
 class Runtime:
     """An opened choice. `backend` is None on the reference, which has no device."""
 
-    name: str  # "cuda" | "reference"
+    name: str  # "cuda" | "sim" | "reference"
     reason: str  # one line, for the command's first
     backend: Backend | None = None
 
     @classmethod
     def open(cls, name: str = "auto") -> Runtime:
-        """The runtime called `name`. Raises BackendError when an explicit "cuda" cannot be had."""
+        """The runtime called `name`. Raises BackendError when an explicit "cuda" or "sim" cannot be had."""
         if name not in NAMES:
             raise InputError(f"--backend {name}: expected one of {', '.join(NAMES)}")
         if name == "reference":
             return cls("reference", "NumPy on the CPU, as asked")
+        if name == "sim":
+            return _simulator()
         obstacle = why_no_gpu()
         if obstacle is None:
             from cupyllm.backend.cuda import CudaBackend
@@ -56,6 +59,16 @@ class Runtime:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _simulator() -> Runtime:
+    try:
+        from cupyllm.backend.sim import SimBackend
+
+        backend = SimBackend()
+    except BackendError as error:
+        raise BackendError(f"--backend sim: {error}; or take --backend reference") from error
+    return Runtime("sim", f"{backend.device_name}, kernels as on sm_{backend.capability}, as asked", backend)
 
 
 def why_no_gpu() -> str | None:

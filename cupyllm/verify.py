@@ -3,8 +3,8 @@
 Each proof returns whether it holds, one line for a reader and the numbers behind it. An error inside a proof, whatever
 its kind, is a proof that does not hold, with the error as its line: the others still run, and the report is written.
 What no proof can do without, a cache that can be written, is looked for before the first of them.
-Models are synthetic and small, so that everything takes minutes on two CPU cores; `--model` adds the statistics of
-every weight of a real checkpoint and one pass over text.
+Models are synthetic and small, so that everything takes minutes on two CPU cores, and on the simulator they see fewer
+tokens and steps; `--model` adds the statistics of every weight of a real checkpoint and one pass over text.
 """
 
 from __future__ import annotations
@@ -41,8 +41,20 @@ from cupyllm.runtime import Runtime
 from cupyllm.stream.pieces import PieceReader, widen_into
 from cupyllm.text import builtin_ids, open_codec
 
-LAYERS, TOKENS, REPEATS = 3, 96, 20
-SMOKE_LAYERS, SMOKE_TOKENS, SMOKE_STEPS = 4, 256, 10
+LAYERS, SMOKE_LAYERS = 3, 4
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of a proof is run: tokens of a pass, repetitions, and tokens and steps of training."""
+
+    tokens: int
+    repeats: int
+    smoke_tokens: int
+    smoke_steps: int
+
+
+FULL, SIMULATED = Amount(96, 20, 256, 10), Amount(16, 2, 16, 3)
 
 
 @dataclass
@@ -216,7 +228,7 @@ def _model_gradients(runtime: Runtime, dtype: str) -> Proof:
     """
     limit = check.LAYER_LIMIT[dtype] * (LAYERS + 2)
     with _tiny() as source:
-        ids = _ids(source)
+        ids = _ids(source, runtime)
         want, want_loss = _collect(source, Runtime.open("reference"), "float64", ids)
         got, got_loss = _collect(source, runtime, dtype, ids)
     errors = {name: check.relative_error(got[name], want[name]) for name in want}
@@ -229,7 +241,7 @@ def _model_gradients(runtime: Runtime, dtype: str) -> Proof:
 
 def _lossless(runtime: Runtime, dtype: str) -> Proof:
     with _tiny() as source, closing(make_engine(source, runtime, dtype)) as engine:
-        ids = _ids(source)
+        ids = _ids(source, runtime)
         streamed, resident = (engine.forward(ids, labels=ids, mode=m, want_logits=True) for m in ("stream", "resident"))
     assert streamed.logits is not None and resident.logits is not None
     ok = streamed.logits.tobytes() == resident.logits.tobytes() and streamed.loss == resident.loss
@@ -238,17 +250,18 @@ def _lossless(runtime: Runtime, dtype: str) -> Proof:
 
 def _repeatable(runtime: Runtime, dtype: str) -> Proof:
     with _tiny() as source, closing(make_engine(source, runtime, dtype)) as engine:
-        ids = _ids(source)
-        digests = {_digest(engine, ids) for _ in range(REPEATS)}
-    line = f"{REPEATS} forwards and backwards gave {len(digests)} different result(s)"
+        ids, repeats = _ids(source, runtime), _amount(runtime).repeats
+        digests = {_digest(engine, ids) for _ in range(repeats)}
+    line = f"{repeats} forwards and backwards gave {len(digests)} different result(s)"
     return Proof("", len(digests) == 1, line, {"sha256": sorted(digests)})
 
 
 def _training(runtime: Runtime, dtype: str) -> Proof:
+    amount = _amount(runtime)
     with Checkpoint.open(cached_synthetic(default_proportions(SMOKE_LAYERS), 0)) as source:
-        batch = builtin_ids(open_codec(None, source.config.vocab_size), SMOKE_TOKENS)[None]
-        result = train_smoke.train(source, runtime, dtype, batch, steps=SMOKE_STEPS)
-    line = f"loss {result['losses'][0]:.4f} to {result['losses'][-1]:.4f} in {SMOKE_STEPS} steps"
+        batch = builtin_ids(open_codec(None, source.config.vocab_size), amount.smoke_tokens)[None]
+        result = train_smoke.train(source, runtime, dtype, batch, steps=amount.smoke_steps)
+    line = f"loss {result['losses'][0]:.4f} to {result['losses'][-1]:.4f} in {amount.smoke_steps} steps"
     line += ", lower at every step" if result["ok"] else ", NOT lower at every step"
     return Proof("", result["ok"], line, result)
 
@@ -301,7 +314,7 @@ def tensor_statistics(source: WeightSource, name: str) -> dict[str, Any]:
 
 def _forward(checkpoint: Checkpoint, runtime: Runtime) -> Proof:
     codec = open_codec(checkpoint.tokenizer_file, checkpoint.config.vocab_size)
-    ids = builtin_ids(codec, min(TOKENS, checkpoint.config.max_position_embeddings))[None]
+    ids = builtin_ids(codec, min(_amount(runtime).tokens, checkpoint.config.max_position_embeddings))[None]
     with closing(make_engine(checkpoint, runtime, "float32", codec=codec)) as engine:
         result = engine.forward(ids, labels=ids)
     assert result.loss is not None
@@ -315,8 +328,12 @@ def _tiny() -> Checkpoint:
     return Checkpoint.open(cached_synthetic(default_proportions(LAYERS), 0))
 
 
-def _ids(source: WeightSource) -> np.ndarray:
-    return builtin_ids(open_codec(None, source.config.vocab_size), TOKENS)[None]
+def _amount(runtime: Runtime) -> Amount:
+    return SIMULATED if runtime.name == "sim" else FULL
+
+
+def _ids(source: WeightSource, runtime: Runtime) -> np.ndarray:
+    return builtin_ids(open_codec(None, source.config.vocab_size), _amount(runtime).tokens)[None]
 
 
 def _collect(

@@ -1,6 +1,6 @@
 """Find the first node of a decoder layer where a backend and the float64 reference part.
 
-    python scripts/diff_layer.py [--backend cuda|emulator] [--dtype float32|bfloat16] [--tokens 128]
+    python scripts/diff_layer.py [--backend cuda|sim|emulator] [--dtype float32|bfloat16] [--tokens 128]
                                  [--size 32b | --model DIR [--layer N]] [--variant OP=NAME]
 
 Walks the layer's nodes forward, then in reverse, and compares every output and every gradient. Each node gets the
@@ -117,21 +117,21 @@ def checkpoint_layer(model: str, layer: int, tokens: int) -> tuple[ModelConfig, 
 
 
 def open_backend(name: str) -> Backend:
-    """The GPU, or the tests' emulator (in a checkout only)."""
+    """The GPU, the simulator, or the tests' emulator (in a checkout only)."""
     if name == "emulator":
         from tests.hostcuda.backend import HostBackend
 
         return HostBackend()
     from cupyllm.runtime import Runtime
 
-    backend = Runtime.open("cuda").backend
+    backend = Runtime.open(name).backend
     assert backend is not None
     return backend
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The first node of a layer where a backend leaves the reference.")
-    parser.add_argument("--backend", choices=["cuda", "emulator"], default="cuda")
+    parser.add_argument("--backend", choices=["cuda", "sim", "emulator"], default="cuda")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--size", help="a published Qwen3 shape with random weights")

@@ -18,11 +18,12 @@ from cupyllm.errors import InputError
 from cupyllm.train.trainer import Trainer, TrainingStopped
 from tests import casekit
 from tests.hostcuda.backend import HostBackend
+from tests.simulated import new_simulator
 
 GOLDEN = Path(__file__).parent / "fixtures" / "goldens" / "h1"
 
 
-@pytest.fixture(params=["reference", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["reference", "host", "sim", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend | None]:
     """None is the reference; see conftest.py for the others."""
     if request.param == "reference":
@@ -31,6 +32,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend | None]:
         device = HostBackend()
         yield device
         device.close()
+    elif request.param == "sim":
+        with new_simulator() as simulator:
+            yield simulator
     else:
         from cupyllm.backend.cuda import CudaBackend
         from cupyllm.errors import BackendError

@@ -1,7 +1,7 @@
 """Run one op on NumPy arrays: what tests, grad-check and benchmarks need around a launcher.
 
-Outputs and gradients are filled with NaN (integers: a large sentinel) before the run, so an element that a kernel does
-not write cannot pass for a result.
+Outputs and gradients are filled with NaN (integers: -1) before the run, so an element that a kernel does not write
+cannot pass for a result. Where the backend can tell (the simulator), they count as never written, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Session:
         """A device tensor filled with the canary."""
         buffer = self.backend.allocate(max(spec.nbytes, 1), name)
         self.buffers.append(buffer)
-        self.backend.fill(buffer.address, max(spec.nbytes, 1), CANARY)
+        spoil(self.backend, buffer.address, max(spec.nbytes, 1))
         return fixed(buffer.address, spec.shape, spec.dtype, name)
 
     def put(self, array: np.ndarray, name: str = "") -> Tensor:
@@ -62,7 +62,7 @@ class Session:
         offsets, total = arena_layout(rec.launches)
         arena = self.backend.allocate(max(total, 1), "arena")
         try:
-            self.backend.fill(arena.address, max(total, 1), CANARY)
+            spoil(self.backend, arena.address, max(total, 1))
             self.backend.run(self.backend.load(place(rec.launches, offsets, arena.address)))
             self.backend.synchronize()
         finally:
@@ -78,6 +78,14 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def spoil(backend: Backend, address: int, nbytes: int) -> None:
+    """Fill with the canary; a backend that knows which bytes were written forgets that these were."""
+    backend.fill(address, nbytes, CANARY)
+    forget = getattr(backend, "forget", None)
+    if forget is not None:
+        forget(address, nbytes)
 
 
 def run_op(

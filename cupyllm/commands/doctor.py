@@ -30,9 +30,12 @@ def run(*, variants: bool, clean: bool, as_json: bool) -> int:
 
 
 def _variant_lines(table: list[dict[str, Any]]) -> list[str]:
-    rows = [("op", "variant", "file", "from", "note")]
-    rows += [(v["op"], v["variant"], v["source"], f"sm_{v['min_capability']}", v["note"]) for v in table]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    rows = [("op", "variant", "file", "from", "simulated", "note")]
+    rows += [
+        (v["op"], v["variant"], v["source"], f"sm_{v['min_capability']}", "yes" if v["simulated"] else "no", v["note"])
+        for v in table
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
 
 
@@ -49,6 +52,7 @@ def _report_lines(report: dict[str, Any]) -> list[str]:
     ] or ["GPU: none found; the NumPy reference is used"]
     lines += [
         f"NVRTC: {report['nvrtc'] or 'not found'}",
+        "simulator (--backend sim): " + ("can run" if report["simulator"] else "cannot run: it needs CuPy and NVRTC"),
         f"cache: {report['cache']['path']}, {gigabytes(report['cache']['bytes'])}, "
         f"{gigabytes(report['cache']['free_bytes'])} free" + ("" if report["cache"]["writable"] else ", NOT WRITABLE"),
         f"Hugging Face cache: {report['huggingface_cache']['path']}, "

@@ -16,6 +16,7 @@ from cupyllm.engine import Engine, WeightSource
 from cupyllm.errors import InputError
 from cupyllm.files import free_space, show_path
 from cupyllm.model.checkpoint import Checkpoint
+from cupyllm.ops.op import SIMULATED_CAPABILITY
 from cupyllm.runtime import Runtime
 from cupyllm.synth import CONSENT_BYTES, plan_bytes
 from cupyllm.text import Codec, open_codec
@@ -103,12 +104,14 @@ def require_consent(output: Output, config: ModelConfig, directory: Path, yes: b
 
 def open_runtime(output: Output, backend: str, dtype: str | None, variants: Sequence[str] = ()) -> Runtime:
     """The runtime, announced with the reason; refuses what its backend cannot do."""
+    if backend == "sim":
+        _refuse_unsimulated(parse_variants(variants))
     runtime = Runtime.open(backend)
     output.note(f"backend: {runtime.name}, {runtime.reason}")
     if runtime.name == "reference" and dtype == "bfloat16":
         raise InputError("--dtype bfloat16 with the reference backend: it computes in float32; leave --dtype out")
     if runtime.name == "reference" and variants:
-        raise InputError("--variant with the reference backend: it has no kernels; use --backend cuda")
+        raise InputError("--variant with the reference backend: it has no kernels; use --backend cuda or sim")
     return runtime
 
 
@@ -131,7 +134,7 @@ def parse_variants(variants: Sequence[str]) -> dict[str, str]:
 
 
 def choose_dtype(requested: str | None, runtime: Runtime, source: WeightSource) -> str:
-    """What was requested, else bfloat16 on cuda with 16-bit weights, else float32."""
+    """What was requested, else bfloat16 on cuda and sim with 16-bit weights, else float32."""
     if requested is not None:
         return requested
     stored = source.spec("model.embed_tokens.weight")[0]
@@ -162,3 +165,16 @@ def device_peaks(runtime: Runtime) -> tuple[int | None, int | None]:
 def device_name(runtime: Runtime) -> str:
     """What computes, for the result."""
     return f"CPU ({platform.machine()}, NumPy)" if runtime.backend is None else runtime.backend.device_name
+
+
+def _refuse_unsimulated(forced: dict[str, str]) -> None:
+    """Raises InputError when a forced variant needs a newer GPU than the simulator is."""
+    from cupyllm import ops
+
+    for op, name in forced.items():
+        variant = next(variant for variant in ops.get(op).variants if variant.name == name)
+        if not variant.simulated:
+            raise InputError(
+                f"--variant {op}={name} with --backend sim: it needs sm_{variant.min_capability} and is not simulated "
+                f"(the simulator is an sm_{SIMULATED_CAPABILITY}); leave it out, or use such a GPU"
+            )

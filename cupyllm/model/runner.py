@@ -113,6 +113,7 @@ class DeviceRunner:
         self.q_starts = self.space.tensor((sequences + 1,), "int32", "q starts")
         self.kv_lengths = self.space.tensor((sequences,), "int32", "kv lengths")
         self.chosen = self.space.tensor((sequences, config.hidden_size), self.dtype, "rows that choose")
+        self.backend.fill(self.chosen.address, self.chosen.nbytes, 0)  # the head computes padded rows, too
         self.logits = self.space.tensor((sequences, config.vocab_size), "float32", "logits")
         frequencies, self.attention_factor = rope_op.inverse_frequencies(config.rope, config.head_dim)
         self.frequencies = self.space.put(frequencies, "inverse frequencies")

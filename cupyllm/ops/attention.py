@@ -183,6 +183,7 @@ class Attention(Op):
             case("one query", 1, 1, 2, 1, 1, 16),
             case("odd", 2, 7, 7, 2, 1, 24),
             case("bidirectional", 1, 5, 9, 2, 2, 16, causal=False),
+            case("bidirectional tiles", 1, 40, 70, 2, 1, 16, causal=False),
             case("tile-1", 1, 31, 31, 2, 1, 32),
             case("tile", 1, 32, 32, 2, 2, 64),
             case("tile+1", 1, 33, 33, 4, 2, 16),

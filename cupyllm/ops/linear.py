@@ -111,7 +111,7 @@ class Linear(Op):
             "row": (1, 130, 40),
             "rows": (130, 1, 17),
         }
-        biased = {"bias": (5, 33, 18), "bias one": (1, 1, 1)}
+        biased = {"bias": (5, 33, 18), "bias one": (1, 1, 1), "bias rows": (9, 33, 4)}
         model = {
             "q_proj": (128, 8192, 5120),
             "kv_proj": (128, 1024, 5120),

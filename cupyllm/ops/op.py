@@ -16,6 +16,7 @@ from cupyllm.errors import InputError
 
 Attrs = Mapping[str, Any]
 ACTIVATION_DTYPES = ("float32", "bfloat16")
+SIMULATED_CAPABILITY = 80  # what backend/sim.py is: variants that need more are not simulated
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")  # stored parameters; arithmetic is fp32 whichever it is
 
 
@@ -28,6 +29,11 @@ class Variant:
     min_capability: int = 80
     fits: Callable[[Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda inputs, params, attrs: True
     note: str = ""  # one line for `doctor --variants`
+
+    @property
+    def simulated(self) -> bool:
+        """Whether `--backend sim` can run it."""
+        return self.min_capability <= SIMULATED_CAPABILITY
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_reference_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(InputError, match="--backend gpu: expected one of auto, cuda, reference"):
+    with pytest.raises(InputError, match="--backend gpu: expected one of auto, cuda, sim, reference"):
         Runtime.open("gpu")
 
 

@@ -14,8 +14,9 @@ from cupyllm import ops
 from cupyllm.backend.base import Backend, Spec
 from cupyllm.backend.record import Recorder
 from cupyllm.ops.cases import op_attrs, specs
-from cupyllm.ops.op import Case, Cost, InferenceOp, Variant
+from cupyllm.ops.op import SIMULATED_CAPABILITY, Case, Cost, InferenceOp, Variant
 from tests.ops import opcheck
+from tests.simulated import left_out
 
 PACKAGE = Path(cupyllm.__file__).parent
 TESTS = Path(__file__).parent
@@ -107,6 +108,26 @@ def test_forward_and_backward_match_the_reference(backend: Backend, op: str, cas
         opcheck.check(backend, op, case, dtype, limit=limit(case, dtype), forced={op: variant.name})
         ran += 1
     assert ran
+
+
+@pytest.mark.parametrize(("op", "variant"), VARIANTS, ids=label)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_simulator_runs_every_variant_it_can_at_several_shapes(op: str, variant: Variant, dtype: str) -> None:
+    """The test above leaves none of them out there: one element, an odd shape, and both sides of a tile's edge."""
+    if not variant.simulated:
+        assert variant.min_capability > SIMULATED_CAPABILITY  # `doctor --variants` lists it as not simulated
+        return
+    name = test_forward_and_backward_match_the_reference.__name__
+    run = []
+    for case in opcheck.small_cases(op):
+        inputs, params = specs(case, dtype)
+        present = [spec for spec in inputs if spec is not None]
+        fits = variant.fits(present, params, op_attrs(op, case, dtype))
+        if fits and not left_out(name, f"sim-{op}-{case.name}-{dtype}"):
+            run.append(case.name)
+    assert len(run) >= 5, run
+    if variant.name == "plain":
+        assert any("one" in case for case in run) and any("-1" in case for case in run), run
 
 
 @pytest.mark.parametrize(("op", "variant"), VARIANTS, ids=label)
