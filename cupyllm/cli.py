@@ -255,13 +255,16 @@ def grad_check(**arguments: Any) -> int:
 
 @cli.command("train-smoke")
 @options(model_option, size_option, layers_option)
-@click.option("--tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of built-in text.")
-@click.option("--steps", type=click.IntRange(1, MAX_STEPS), default=10, show_default=True, help="Optimizer steps.")
+@click.option("--tokens", type=click.IntRange(min=2), help="Tokens of built-in text. Default: 256, on sim 32.")
+@click.option("--steps", type=click.IntRange(1, MAX_STEPS), help="Optimizer steps. Default: 10, on sim 3.")
 @click.option("--lr", type=Positive(), help="Learning rate. Default: 0.03 / hidden size.")
 @click.option("--clip", type=Positive(), default=1.0, show_default=True, help="Norm.")
 @options(backend_option, dtype_option, variant_option, seed_option, yes_option, json_option)
 def train_smoke(**arguments: Any) -> int:
-    """A few AdamW steps on one fixed batch; every loss must be below the one before."""
+    """A few AdamW steps on one fixed batch; every loss must be below the one before.
+
+    On --backend sim, which is slow, the default model has 2 layers, and tokens and steps are fewer.
+    """
     from cupyllm.commands import train_smoke as command
 
     return command.run(**arguments)

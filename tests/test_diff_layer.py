@@ -9,13 +9,19 @@ import pytest
 
 from cupyllm import ops
 from scripts import diff_layer
+from tests.simulated import share_kernels
 
 GOLDEN = Path(__file__).parent / "fixtures" / "goldens" / "h1"
 
 
+@pytest.mark.parametrize("backend", ["emulator", "sim"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_diverges(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
-    assert diff_layer.main(["--backend", "emulator", "--tokens", "5", "--dtype", dtype]) == 0
+def test_nothing_diverges(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, backend: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    share_kernels(tmp_path / "cupyllm")
+    assert diff_layer.main(["--backend", backend, "--tokens", "5", "--dtype", dtype]) == 0
     assert "no node diverges: 50 tensors" in capsys.readouterr().out
 
 

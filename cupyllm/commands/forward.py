@@ -45,6 +45,7 @@ def run(
     forced = session.parse_variants(variants)
     output = Output(as_json)
     with PeakSampler() as memory, session.open_runtime(output, backend, dtype, variants) as runtime:
+        layers = session.default_layers(backend, model, size, layers)
         with session.open_weights(output, model=model, size=size, layers=layers, seed=seed, yes=yes) as weights:
             if logits_out is not None:
                 inputs.check_not_read(logits_out, "--logits-out", weights.files())

@@ -22,6 +22,7 @@ from cupyllm.synth import CONSENT_BYTES, plan_bytes
 from cupyllm.text import Codec, open_codec
 
 DEFAULT_LAYERS = 64
+SIMULATED_LAYERS = 2  # on the simulator, where a layer takes seconds
 
 
 @dataclass
@@ -100,6 +101,11 @@ def require_consent(output: Output, config: ModelConfig, directory: Path, yes: b
     if not yes:
         raise InputError(f"{plan} at {show_path(directory)}: over 8 GiB, add --yes or take fewer --layers")
     output.note(f"disk: {plan} at {show_path(directory)}")
+
+
+def default_layers(backend: str, model: str | None, size: str | None, layers: int | None) -> int | None:
+    """`layers`; where it is not given, few for the built-in shape on the simulator, else all of the model's."""
+    return SIMULATED_LAYERS if layers is None and backend == "sim" and model is None and size is None else layers
 
 
 def open_runtime(output: Output, backend: str, dtype: str | None, variants: Sequence[str] = ()) -> Runtime:

@@ -31,8 +31,8 @@ def run(
     model: str | None,
     size: str | None,
     layers: int | None,
-    tokens: int,
-    steps: int,
+    tokens: int | None,
+    steps: int | None,
     lr: float | None,
     clip: float,
     backend: str,
@@ -44,6 +44,10 @@ def run(
 ) -> int:
     """1 unless each of the steps + 1 losses is below the one before, else 0."""
     forced = session.parse_variants(variants)
+    simulated = backend == "sim"
+    tokens = tokens or (32 if simulated else 256)
+    steps = steps or (3 if simulated else 10)
+    layers = session.default_layers(backend, model, size, layers)
     output = Output(as_json)
     began = time.perf_counter()
     with PeakSampler() as memory, session.open_runtime(output, backend, dtype, variants) as runtime:

@@ -16,7 +16,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class SimModule:
                 _write(path, found)
         return found.bind()
 
-    @property
+    @cached_property
     def variables(self) -> list[ptx.Variable]:
         """__device__ and __constant__ variables."""
         if self._parsed is None and not re.search(

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cupyllm import check, doctor, ops
+from cupyllm import check, doctor, ops, verify
 from cupyllm.backend.base import Launch
+from cupyllm.runtime import Runtime
 from cupyllm.sim.machine import Simulator
 from cupyllm.sim.report import Reports, Site
 from tests.cli.conftest import Cli, Ran
@@ -126,6 +127,17 @@ def test_a_fault_is_a_proof_that_does_not_hold(sim: Cli, tmp_path: Path, monkeyp
     assert ran.status == 1
     errors = ran.json()["errors"]
     assert any(error.startswith("training (float32): node ") and "race in shared memory" in error for error in errors)
+
+
+@pytest.mark.parametrize(("name", "amount"), [("sim", verify.SIMULATED), ("cuda", verify.FULL)])
+def test_verify_does_less_there(name: str, amount: verify.Amount, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(source: Any, runtime: Any, dtype: str, batch: np.ndarray, *, steps: int) -> dict[str, Any]:
+        assert (batch.shape, steps) == ((1, amount.smoke_tokens), amount.smoke_steps)
+        return {"losses": [2.0, 1.0], "ok": True}
+
+    monkeypatch.setattr(verify.train_smoke, "train", train)
+    proof = verify._training(Runtime(name, "for a test"), "float32")
+    assert proof.ok and f"in {amount.smoke_steps} steps" in proof.line
 
 
 def test_a_variant_of_a_newer_gpu_is_refused_and_never_replaced(
