@@ -164,6 +164,7 @@ class DeviceMemory:
         first, last = _round_up(start, _PAGE), (start + allocation.nbytes) // _PAGE * _PAGE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
             self._arena_map.madvise(mmap.MADV_DONTNEED, first, last - first)
+            self._shadow_map.madvise(mmap.MADV_DONTNEED, first, last - first)  # comes back as zeros: unaddressable
 
     def find(self, address: int) -> Allocation | None:
         """The live allocation that holds the byte at `address`."""
