@@ -5,6 +5,7 @@ One object a batch of CTAs; generated code (translate.py) calls it X. Arrays bro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -91,16 +92,36 @@ class Batch:
             return None
         return guard if guard.any() else False
 
-    def _lanes(self, members: Array | None, mask: Mask, site: Site) -> Mask:
-        """Lanes that take part, after checking that each names itself as a member."""
-        if members is not None:
-            named = (members >> self.laneid & np.uint32(1)).astype(bool)
-            outside = ~named if mask is None else mask & ~named
-            if outside.any():
-                row, thread = first_lane(outside, self.B, self.T)
-                detail = "this lane executes it without being named in its member mask"
-                self.reports.add("divergent-shuffle", site, row, thread, detail=detail)
-        return mask
+    def _parts(self, members: Array | None, mask: Mask, site: Site) -> list[Mask]:
+        """The lanes of `mask`, apart where their member masks (uint32; None: all lanes) differ: those of equal masks
+        execute the instruction together. Reports lanes that do not name themselves."""
+        if members is None:
+            return [mask]
+        named = (members >> self.laneid & np.uint32(1)).astype(bool)
+        outside = ~named if mask is None else mask & ~named
+        if outside.any():
+            row, thread = first_lane(outside, self.B, self.T)
+            detail = "this lane executes it without being named in its member mask"
+            self.reports.add("divergent-shuffle", site, row, thread, detail=detail)
+        if members.size == 1:
+            return [mask]
+        shape = members.shape if mask is None else np.broadcast_shapes(members.shape, mask.shape)
+        whole = np.broadcast_to(members, shape)
+        values = np.unique(whole if mask is None else whole[np.broadcast_to(mask, shape)])
+        if len(values) == 1:
+            return [mask]
+        return [whole == value if mask is None else (whole == value) & mask for value in values]
+
+    def _together(
+        self, site: Site, members: Array | None, mask: Mask, run: Callable[[Mask], tuple[Array, ...]]
+    ) -> tuple[Array, ...]:
+        """What `run` gives for each part of the lanes, put together."""
+        first, *others = self._parts(members, mask, site)
+        results = run(first)
+        for active in others:
+            assert active is not None, "parts of several are masks"
+            results = tuple(np.where(active, new, old) for new, old in zip(run(active), results, strict=True))
+        return results
 
     # ---- barriers ----
 
@@ -112,7 +133,8 @@ class Batch:
         self.M.barrier(None if rows is None or rows.all() else rows)
 
     def warp_sync(self, site: Site, members: Array | None, mask: Mask) -> None:
-        self.M.warp_sync(self._lanes(members, mask, site))
+        for part in self._parts(members, mask, site):
+            self.M.warp_sync(part)
 
     def reduce(self, op: str, pred: Array, mask: Mask) -> Array:
         """bar.red over the CTA: popc, and, or."""
@@ -130,31 +152,32 @@ class Batch:
     def shuffle(
         self, site: Site, mode: str, value: Array, source: Array, clamp: Array, members: Array | None, mask: Mask
     ) -> tuple[Array, Array]:
-        active = self._lanes(members, mask, site)
-        moved, inside, bad = warp.shuffle(mode, value, source, clamp, self.T, active)
-        if bad is not None:
-            row, thread = first_lane(bad, self.B, self.T)
-            detail = "it reads a lane that has exited, does not exist or is not a member"
-            self.reports.add("divergent-shuffle", site, row, thread, detail=detail, count=int(bad.sum()))
+        def run(active: Mask) -> tuple[Array, ...]:
+            moved, inside, bad = warp.shuffle(mode, value, source, clamp, self.T, active)
+            if bad is not None:
+                row, thread = first_lane(bad, self.B, self.T)
+                detail = "it reads a lane that has exited, does not exist or is not a member"
+                self.reports.add("divergent-shuffle", site, row, thread, detail=detail, count=int(bad.sum()))
+            return moved, inside
+
+        moved, inside = self._together(site, members, mask, run)
         return moved, inside
 
     def vote(self, site: Site, mode: str, pred: Array, members: Array | None, mask: Mask) -> Array:
-        return warp.vote(mode, pred, self.T, self._lanes(members, mask, site))
+        return self._together(site, members, mask, lambda active: (warp.vote(mode, pred, self.T, active),))[0]
 
     def active(self, mask: Mask) -> Array:
         return warp.activemask(self.T, mask)
 
     def match(self, site: Site, mode: str, value: Array, members: Array | None, mask: Mask) -> tuple[Array, Array]:
-        active = self._lanes(members, mask, site)
+        """match.any, match.all: (lanes with the same value, whether all have it)."""
         if mode == "all":
-            return warp.match_all(value, self.T, active)
-        return warp.match_any(value, self.T, active), _TRUE
+            lanes, same = self._together(site, members, mask, lambda active: warp.match_all(value, self.T, active))
+            return lanes, same
+        return self._together(site, members, mask, lambda active: (warp.match_any(value, self.T, active),))[0], _TRUE
 
     def redux(self, site: Site, op: str, value: Array, members: Array | None, mask: Mask) -> Array:
-        return warp.redux(op, value, self.T, self._lanes(members, mask, site))
-
-    def elect(self, site: Site, members: Array | None, mask: Mask) -> tuple[Array, Array]:
-        return warp.elect(self.T, self._lanes(members, mask, site))
+        return self._together(site, members, mask, lambda active: (warp.redux(op, value, self.T, active),))[0]
 
     # ---- tensor cores ----
 
@@ -194,6 +217,7 @@ class Batch:
         """Report it; the machine ends the launch."""
         row, thread = (0, 0) if mask is None else first_lane(mask, self.B, self.T)
         self.reports.add("trap", site, row, thread, detail="the kernel asked to be stopped")
+        self.M.end_batch()  # what is logged and not judged yet
         self.reports.raise_if_any()
 
 

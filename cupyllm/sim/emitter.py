@@ -14,7 +14,15 @@ from collections.abc import Callable
 from cupyllm.sim.ptx import Immediate, Instruction, Not, Register, Special, Symbol
 from cupyllm.sim.report import Site, UnknownInstruction
 
-TOKENS = {"u8": "u1", "u16": "u2", "u32": "u4", "u64": "u8", "s8": "i1", "s16": "i2", "s32": "i4", "s64": "i8"}
+
+class _Tokens(dict[str, str]):
+    """PTX types to tokens; a type that is not there is refused by name."""
+
+    def __missing__(self, type_: str) -> str:
+        raise UnknownInstruction(f"the type .{type_}")
+
+
+TOKENS = _Tokens({"u8": "u1", "u16": "u2", "u32": "u4", "u64": "u8", "s8": "i1", "s16": "i2", "s32": "i4", "s64": "i8"})
 TOKENS |= {"b8": "u1", "b16": "u2", "b32": "u4", "b64": "u8", "f16": "f2", "bf16": "bf", "f32": "f4", "f64": "f8"}
 TOKENS |= {"pred": "b1", "f16x2": "u4", "bf16x2": "u4", "tf32": "u4", "u16x2": "u4", "s16x2": "u4"}
 WIDTH = {
@@ -101,7 +109,10 @@ class Emitter:
         if isinstance(operand, Immediate):
             return self._immediate(operand, token)
         if isinstance(operand, Special):
-            return self.view(f"X.{special_name(operand.name)}", "u8" if "64" in operand.name else "u4", token)
+            name = f"X.{special_name(operand.name)}"
+            if operand.name.startswith(("%clock", "%globaltimer")):
+                name = self.let(name)  # read once, here
+            return self.view(name, "u8" if _is_long(operand.name) else "u4", token)
         if isinstance(operand, Symbol):
             return self.view(self.let(f"X.address({operand.name!r}, {operand.offset})"), "u8", token)
         raise self.refuse(f"the operand {operand!r}")
@@ -244,6 +255,10 @@ class Emitter:
 def unsigned(token: str) -> str:
     """The token of as many bits."""
     return f"u{WIDTH[token]}"
+
+
+def _is_long(name: str) -> bool:
+    return name in ("%clock64", "%globaltimer")
 
 
 def special_name(name: str) -> str:

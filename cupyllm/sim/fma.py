@@ -146,7 +146,7 @@ def _round_block(r: Array, p: Array, c: Array, s: Array, scratch: Array) -> None
 def _settle(r: Array, p: Array, c: Array, s: Array, midpoints: Array) -> None:
     """Correct `r`, the float32 of s = fl(p + c), where s is a midpoint and not the exact sum."""
     where = np.nonzero(midpoints)
-    p, c, s = p[where], np.broadcast_to(c, midpoints.shape)[where], s[where]
+    p, c, s = np.broadcast_to(p, midpoints.shape)[where], np.broadcast_to(c, midpoints.shape)[where], s[where]
     part = s - p
     error = (p - (s - part)) + (c - part)
     inexact = np.flatnonzero(error)

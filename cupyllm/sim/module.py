@@ -2,7 +2,8 @@
 
 A kernel is parsed, analysed and translated when it is first launched; what running needs of it (parameters, variables,
 the plan of its blocks, sites and byte code) is kept in the cache under a hash of the PTX, of the simulator's own
-sources and of the Python version. An entry starts with the SHA-256 of the rest: a damaged one is built again.
+sources and of the Python version. An entry starts with the SHA-256 of the rest: a damaged one is built again. That is
+against accidents only: entries are code, like Python's own .pyc files, and belong where nobody else can write.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyllm.errors import BackendError
+from cupyllm.files import storage_error
 from cupyllm.sim import flow as analysis
 from cupyllm.sim import memory, numeric, ptx, targets
 from cupyllm.sim.flow import EXIT, Flow
@@ -112,7 +113,7 @@ class SimModule:
 
     def build(self, name: str) -> SimKernel:
         """The kernel called `name`, from the cache or anew. Raises UnknownInstruction, PtxError."""
-        path = None if self._cache is None else self._cache / f"{self.digest}-{name}.sim"
+        path = None if self._cache is None else self._cache / f"{self.digest}-{_short(name)}.sim"
         found = None if path is None else _read(path)
         if found is None:
             found = _build(self.parsed(), name)
@@ -123,9 +124,7 @@ class SimModule:
     @cached_property
     def variables(self) -> list[ptx.Variable]:
         """__device__ and __constant__ variables."""
-        if self._parsed is None and not re.search(
-            r"^\s*(\.visible\s+|\.extern\s+)?\.(global|const)\b", self.text, re.M
-        ):
+        if self._parsed is None and not re.search(r"^\s*(\.\w+\s+)*\.(global|const)\b", self.text, re.M):
             return []
         return self.parsed().variables
 
@@ -246,4 +245,9 @@ def _write(path: Path, kernel: SimKernel) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise BackendError(f"cannot write a translated kernel to {path.parent}: {error}") from error
+        raise storage_error(path.parent, error) from error
+
+
+def _short(name: str) -> str:
+    """A file name for a kernel: mangled names of templates exceed what file systems take."""
+    return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"

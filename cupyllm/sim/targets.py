@@ -153,7 +153,7 @@ class Targets:
         if site.params is None and site.symbols is None:
             return None
         wanted: list[int | str] = [*sorted(site.params or ()), *sorted(site.symbols or ())]
-        return [self.known[position] for position in wanted if position in self.known]
+        return [self.known[position] for position in wanted if position in self.known] or None
 
     def _allocations_of(self, address: Array, left: Array) -> Iterator[Target]:
         """The allocations that the lanes `left` address, which the caller takes away from it one by one."""

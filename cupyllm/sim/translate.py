@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cupyllm.sim import isa
 from cupyllm.sim.emitter import TOKENS, WIDTH, Emitter, unsigned
-from cupyllm.sim.flow import Flow, Segment, results
+from cupyllm.sim.flow import Flow, Segment, is_meeting, results
 from cupyllm.sim.ptx import (
     Address,
     Immediate,
@@ -129,6 +129,8 @@ class _Function(Emitter):
         stem = opcode.split(".", 1)[0]
         if stem in _SILENT:
             return
+        if instruction.predicate is not None and is_meeting(instruction):
+            raise self.refuse(f"{opcode} under a predicate")  # who enters would depend on more than the place
         special = getattr(self, f"_do_{stem}", None)
         if special is not None and special(instruction, opcode.split(".")):
             return
@@ -305,7 +307,9 @@ class _Function(Emitter):
         operands = list(instruction.operands)
         target = operands.pop(0) if parts[0] == "atom" else None
         address = operands.pop(0)
-        op = next(p for p in parts[1:] if p in ("add min max and or xor exch cas inc dec".split()))
+        op = next((p for p in parts[1:] if p in "add min max and or xor exch cas inc dec".split()), None)
+        if op is None:
+            raise self.refuse(instruction.opcode)
         type_ = parts[-1]
         values = [self.fetch(operand, type_) for operand in operands]
         where = self.address(address)
@@ -361,7 +365,7 @@ class _Function(Emitter):
             target, *operands = operands
             pred = self.fetch(operands[-1], "pred")
             operands = operands[:-1]
-        if parts[1] not in ("sync", "red") or instruction.predicate is not None:
+        if parts[1] not in ("sync", "red") or (parts[0] == "barrier" and "aligned" not in parts):
             raise self.refuse(f"{instruction.text} (barriers of part of a CTA)")
         threads = self.fetch(operands[1], "u32") if len(operands) > 1 else "None"
         self.emit(f"X.barrier({self.owner.site(instruction)}, {threads}, m)")
@@ -446,6 +450,8 @@ class _Function(Emitter):
         items = target.items if isinstance(target, Vector) else (target,)
         names = [self.new() for _ in items]
         where = self.address(source)
+        if _space(parts) == "generic":
+            where = self.let(f"{where} - SHARED_WINDOW")
         assert isinstance(source, Address)
         arguments = f"{self.owner.site(instruction, source)}, {where}, {len(items)}, {'trans' in parts}, m"
         self.emit(f"{', '.join(names)}, = X.ldmatrix({arguments})")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cupyllm.errors import BackendError
+from cupyllm.sim.module import load_module
 from cupyllm.sim.report import SimError, UnknownInstruction
 from tests.sim.running import Device, compiled
 
@@ -277,6 +279,118 @@ def test_what_is_not_simulated_is_refused_by_name(symbol: str, what: str) -> Non
     text = STUCK if symbol == "halves" else 'extern "C" __global__ void printing(float*) { printf("%d", threadIdx.x); }'
     with pytest.raises(UnknownInstruction, match=what):
         device.run(text, symbol, 1, 64, "y")
+
+
+MEMBERS = """
+extern "C" __global__ void halves_vote(unsigned* y) {  // lanes together, masks apart
+  unsigned lane = threadIdx.x % 32, m = lane < 16 ? 0x0000ffffu : 0xffff0000u;
+  unsigned* at = y + 5 * threadIdx.x;
+  at[0] = __ballot_sync(m, 1);
+  at[1] = __any_sync(m, lane == 20);
+  at[2] = __reduce_add_sync(m, 1u);
+  at[3] = __match_any_sync(m, 7);
+  at[4] = __shfl_xor_sync(m, lane, 8);
+}
+extern "C" __global__ void across(unsigned* y) {  // reads a lane of the other half
+  unsigned lane = threadIdx.x % 32, m = lane < 16 ? 0x0000ffffu : 0xffff0000u;
+  y[threadIdx.x] = __shfl_xor_sync(m, lane, 16);
+}
+extern "C" __global__ void halves_race(unsigned* y) {
+  __shared__ unsigned tile[32];
+  unsigned lane = threadIdx.x, m = lane < 16 ? 0x0000ffffu : 0xffff0000u;
+  tile[lane] = lane;
+  __syncwarp(m);
+  y[lane] = tile[31 - lane];
+}
+extern "C" __global__ void times(long long* y) { long long a = clock64(); y[0] = clock64() - a; }
+extern "C" __global__ void race_then_trap(unsigned* y) {
+  __shared__ unsigned tile[64];
+  tile[threadIdx.x] = 0;
+  __syncthreads();
+  tile[threadIdx.x] = threadIdx.x;
+  y[threadIdx.x] = tile[63 - threadIdx.x];
+  asm volatile("trap;");
+}
+extern "C" __global__ void through_pointers(float** ps, float* y, int n) { y[threadIdx.x] = ps[n][n * threadIdx.x]; }
+extern "C" __global__ void guarded(int* y) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p bar.warp.sync 0xffffffff;}" :: "r"(y[0]));
+}
+extern "C" __global__ void half_barrier(int* y) { asm volatile("barrier.sync 1;"); y[threadIdx.x] = 0; }
+"""
+
+
+def test_lanes_with_different_member_masks_act_apart() -> None:
+    device = Device()
+    device.empty("y", (64, 5), "int32")
+    device.run(MEMBERS, "halves_vote", 1, 64, "y")
+    lane = np.arange(64) % 32
+    low = lane < 16
+    half = np.where(low, 0x0000FFFF, 0xFFFF0000)
+    want = np.stack([half, np.where(low, 0, 1), np.full(64, 16), half, lane ^ 8], axis=1)
+    np.testing.assert_array_equal(device.get("y").view(np.uint32), want)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "kinds"), [("across", {"divergent-shuffle"}), ("halves_race", {"race", "uninitialised-read"})]
+)
+def test_what_crosses_member_masks_is_reported(symbol: str, kinds: set[str]) -> None:
+    device = Device()
+    device.empty("y", (32,), "int32")
+    with pytest.raises(SimError) as caught:
+        device.run(MEMBERS, symbol, 1, 32, "y")
+    found = {report.kind for report in caught.value.reports}
+    assert found and found <= kinds
+
+
+def test_clocks_go_forward() -> None:
+    device = Device()
+    device.empty("y", (1,), "int64")
+    device.run(MEMBERS, "times", 1, 1, "y")
+    assert device.get("y")[0] > 0
+
+
+def test_a_trap_does_not_hide_a_race() -> None:
+    device = Device()
+    device.empty("y", (64,), "int32")
+    with pytest.raises(SimError) as caught:
+        device.run(MEMBERS, "race_then_trap", 1, 64, "y")
+    assert {report.kind for report in caught.value.reports} == {"race", "trap"}
+
+
+def test_pointers_from_memory_and_an_integer_parameter() -> None:
+    device = Device()
+    values = np.arange(64, dtype=np.float32)
+    device.put("a", values), device.put("b", -values), device.empty("y", (32,))
+    device.put("ps", np.array([device.tensors[name].address for name in "ab"], np.int64))
+    device.run(MEMBERS, "through_pointers", 1, 32, "ps", "y", np.int32(1))
+    np.testing.assert_array_equal(device.get("y"), -values[:32])
+
+
+@pytest.mark.parametrize(
+    ("symbol", "what"), [("guarded", "bar.warp.sync under a predicate"), ("half_barrier", "barrier.sync")]
+)
+def test_meetings_that_depend_on_more_than_the_place_are_refused(symbol: str, what: str) -> None:
+    device = Device()
+    device.put("y", np.zeros(64, np.int32))
+    with pytest.raises(UnknownInstruction, match=what):
+        device.run(MEMBERS, symbol, 1, 64, "y")
+
+
+def test_fused_sums_of_uniform_factors_on_midpoints() -> None:
+    text = """extern "C" __global__ void k(const float* x, float* y, float a, float b) {
+  y[threadIdx.x] = fmaf(a, b, x[threadIdx.x]);
+}"""
+    device = Device()
+    device.put("x", np.ones(32, np.float32)), device.empty("y", (32,))
+    device.run(text, "k", 1, 32, "x", "y", np.float32(2.0**-24), np.float32(1))
+    np.testing.assert_array_equal(device.get("y"), np.float32(1))  # a tie, to even
+
+
+def test_names_longer_than_a_file_name_are_cached(tmp_path: Path) -> None:
+    name = "k" * 300
+    ptx = f".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry {name}() {{ ret; }}\n"
+    assert load_module(ptx, tmp_path).kernels[name].kernel.name == name
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
