@@ -320,7 +320,11 @@ def import_(**arguments: Any) -> int:
 @click.option("--op", "ops", metavar="NAME", multiple=True, help="Every case of one of our ops, or of all.")
 @click.option("--variant", metavar="NAME", help="Of --op. Default: each one that can be simulated.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of --op. Default: both.")
-@click.option("--budget", type=click.IntRange(1, 2**62), help="Thread instructions that a launch may take.")
+@click.option(
+    "--budget",
+    type=click.IntRange(1, 2**62),
+    help="Thread instructions that a launch may take. Default: 5e9, where an endless loop ends within half a minute.",
+)
 @json_option
 def sim_check(**arguments: Any) -> int:
     """Run CUDA C without a GPU and check it: bounds, unwritten values, races, cp.async, barriers, endless loops.

@@ -223,7 +223,8 @@ class SimBackend:
                 try:
                     self._simulator.launch(module, launch)
                 except BackendError as error:
-                    error.args = (f"node {launch.node or '-'}: {error}",)
+                    lines = str(error).splitlines()  # one a finding
+                    error.args = ("\n".join(f"node {launch.node or '-'}: {line}" for line in lines),)
                     raise
 
     def close(self) -> None:

@@ -57,7 +57,11 @@ def run(
     _refuse("--kernel", [name for name, value in (("variant", variant), ("dtype", dtype)) if value])
     if block is None:
         raise InputError("--kernel: --block is missing, expected the threads of a block, as in --block 128")
-    file, colon, name = kernel.rpartition(":")
+    # Names of C++ have colons too: what follows the first .cu: is one.
+    file, colon, name = kernel.partition(".cu:")
+    file = f"{file}.cu" if colon else file
+    if not colon:
+        file, colon, name = kernel.rpartition(":")
     if not colon:
         file, name = kernel, ""
     request = Request(

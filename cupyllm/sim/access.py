@@ -139,16 +139,24 @@ class LaunchMemory:
         mask: Array | None,
         b: Array,
         c: Array | None = None,
+        result: bool = True,
     ) -> Array:
-        """op: add min max and or xor exch cas inc dec. Returns the old values, [B, T], lanes in order (atomics.py)."""
+        """op: add min max and or xor exch cas inc dec. Returns the old values, [B, T], lanes in order (atomics.py).
+
+        result: whether anything reads them; an exchange of which nothing does is a write.
+        """
         shape = (self.geometry.B, self.geometry.T)
         old = np.zeros(shape, DTYPE[type])
         flat = old.reshape(-1)
         for part, where, lanes in self._spaces(address, mask) if space == "generic" else [(space, address, mask)]:
             if part == "local":
                 raise UnknownInstruction(f"{site.opcode} on local memory", site)
-            pieces = self._atomic_shared if part == "shared" else self._atomic_global
-            for data, index, good in pieces(site, where, lanes, DTYPE[type].itemsize):
+            size = DTYPE[type].itemsize
+            if part == "shared":
+                pieces = self._atomic_shared(site, where, lanes, size)
+            else:
+                pieces = self._atomic_global(site, where, lanes, size, reads=result or op != "exch")
+            for data, index, good in pieces:
                 full = np.broadcast_to(good, shape)
                 at = np.flatnonzero(full)
                 picked = [np.broadcast_to(x, shape).reshape(-1).take(at) for x in (index, b)]
@@ -179,6 +187,7 @@ class LaunchMemory:
     def barrier(self, rows: Array | None) -> None:
         """These CTAs, bool [B], or all of them have passed a CTA barrier."""
         if self.check:
+            self.copies.read_sources()
             self.log.barrier(rows)
 
     def warp_sync(self, mask: Array | None) -> None:
@@ -189,6 +198,7 @@ class LaunchMemory:
     def end_batch(self) -> None:
         """The CTAs have ended: judges what they have done since their last barrier."""
         if self.check:
+            self.copies.read_sources()
             self.log.barrier(None)
 
     def finish(self) -> None:
@@ -208,14 +218,15 @@ class LaunchMemory:
                 continue
             whole = bool(inside.all())
             lanes = mask if whole else on.both(mask, inside)
-            if whole or lanes is not None:
+            if lanes is not False:
                 yield space, address if base is None else address - base, lanes
 
     def _atomic_global(
-        self, site: Site, address: Array, mask: Array | None, size: int
+        self, site: Site, address: Array, mask: Array | None, size: int, reads: bool
     ) -> Iterator[tuple[Array, Array, Array]]:
         index, data = self.device.index(address, size), self.device.views(size)[0]
-        for target, lanes in self.device.readable(site, address, mask, size):
+        find = self.device.readable if reads else self.device.writable
+        for target, lanes in find(site, address, mask, size):
             good = lanes if mask is None else lanes & mask
             if target.constant:
                 self.device.targets.locate(site, address, good, size, write=True)

@@ -3,7 +3,8 @@
 Nothing is written until then, and until then the target belongs to the copy: every access to it by any thread is
 reported (shared.py). The copy is logged as a store of its thread at the issue, which finds threads that may still
 read what it overwrites, and again at the wait, from which on a barrier makes it visible to others. The source is
-checked at the issue and read at the wait.
+checked at the issue and read at the wait; where the kernel may write it, the copy is logged as a read of it in every
+barrier interval from the issue to the wait, since it may happen in any of them.
 
 Groups are numbered per thread; arrays of shape [1, 1] while all threads agree. A wait for all but n groups covers those
 numbered below (groups committed - n).
@@ -12,10 +13,12 @@ numbered below (groups committed - n).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from cupyllm.sim.check import WRITE
+from cupyllm.sim import lanes as on
+from cupyllm.sim.check import WRITE, Access
 from cupyllm.sim.device_space import DeviceSpace
 from cupyllm.sim.lanes import Array
 from cupyllm.sim.memory import CARRIER, DEVICE_BASE, Geometry
@@ -28,7 +31,8 @@ from cupyllm.sim.shared_space import SharedSpace
 class Copy:
     """One cp.async, for the lanes whose copy is not complete. source: byte offsets in the arena, clipped into it.
 
-    filled: bytes taken from the source, the rest are zeros; None: all. group: number of its group, per thread.
+    filled: bytes taken from the source, the rest are zeros; None: all. group: number of its group, per thread. reads:
+    those of the source that were logged at the issue, none where nothing can write it.
     """
 
     site: Site
@@ -39,6 +43,7 @@ class Copy:
     filled: Array | None
     lanes: Array | None
     group: Array
+    reads: list[Access]
 
 
 class AsyncCopies:
@@ -64,23 +69,32 @@ class AsyncCopies:
         filled: Array | None,
         mask: Array | None,
     ) -> None:
-        """Starts copying `size` bytes from global `address` to the shared window's `offset`."""
+        """Starts copying `size` bytes (4, 8 or 16) a lane from global `address` to the shared window's `offset`.
+
+        offset: uint32 or uint64; address: uint64; filled: int, bytes a lane takes from the source, None: `size`; all
+        [B, T] or uniform. mask: the lanes that copy, bool, None: all. site: of the access to shared memory;
+        source_site: the same instruction with the origins of the global address. A lane that is wrong is reported and
+        left out.
+        """
         if offset.dtype.itemsize == 8:
             offset = np.minimum(offset, np.uint64(0xFFFFFFFF)).astype(np.uint32)
-        self._check_source(source_site, address, size, filled, mask)
+        reads = self._check_source(source_site, address, size, filled, mask)
         top = np.uint64(self.device.memory.arena.nbytes - size)
         source = np.minimum(address - np.uint64(DEVICE_BASE), top).astype(np.int64)
         array = self.shared.plans.get(site) or self.shared.plan(site)
         parts: list[tuple[SharedArray, Array | None]] = [(array, mask)] if array else []
         for array, lanes in parts or self.shared.parts(site, offset, mask, size):
-            self._start(Copy(site, array, offset - array.start32, source, size, filled, lanes, self.committed))
+            self._start(Copy(site, array, offset - array.start32, source, size, filled, lanes, self.committed, reads))
 
     def commit(self, mask: Array | None) -> None:
         """Closes the current group of these threads."""
         self.committed = self.committed + (1 if mask is None else mask.astype(np.int64))
 
     def wait(self, pending: int, mask: Array | None, everything: bool) -> None:
-        """Completes all but the last `pending` groups of these threads, or all copies, committed or not."""
+        """Completes all but the last `pending` groups of these threads, or all copies, committed or not.
+
+        mask: the threads that wait, bool, [B, T] or uniform, None: all. Others' copies stay in flight.
+        """
         left = []
         for copy in self.pending:
             done = np.ones((1, 1), bool) if everything else copy.group < self.committed - pending
@@ -111,23 +125,41 @@ class AsyncCopies:
                     return copy.site, int(np.flatnonzero(hit)[0])
         return None, None
 
-    def _check_source(self, site: Site, address: Array, size: int, filled: Array | None, mask: Array | None) -> None:
-        """Checks and logs the read of the source; lanes with nothing to copy do not touch it."""
+    def read_sources(self) -> None:
+        """Logs what is in flight as reads of the sources: a barrier interval ends."""
+        for copy in self.pending:
+            self._log_reads(copy, copy.lanes)
+
+    def _log_reads(self, copy: Copy, lanes: Array | None) -> None:
+        for read in copy.reads:
+            if lanes is None or read.mask is None:
+                both: Array | Literal[False] | None = read.mask if lanes is None else lanes
+            else:
+                both = on.both(read.mask, lanes)
+            if both is not False:
+                self.device.log.add(read._replace(mask=both))
+
+    def _check_source(
+        self, site: Site, address: Array, size: int, filled: Array | None, mask: Array | None
+    ) -> list[Access]:
+        """Checks and logs the read of the source; lanes with nothing to copy do not touch it. What was logged."""
         carrier = CARRIER[min(size, 8)]
         vec = size // carrier.itemsize
+        reads: list[Access] = []
         if filled is None:
-            self.device.load(site, address, mask, carrier, vec, False)
-            return
+            self.device.load(site, address, mask, carrier, vec, False, reads)
+            return reads
         whole = filled >= size
         lanes = whole if mask is None else mask & whole
         if lanes.any():
-            self.device.load(site, address, lanes, carrier, vec, False)
+            self.device.load(site, address, lanes, carrier, vec, False, reads)
         partly = (filled > 0) & ~whole if mask is None else mask & (filled > 0) & ~whole
         if partly.any():
             for place in range(size - 1):
                 lanes = partly & (filled > place)
                 if lanes.any():
-                    self.device.load(site, address + np.uint64(place), lanes, CARRIER[1], 1, False)
+                    self.device.load(site, address + np.uint64(place), lanes, CARRIER[1], 1, False, reads)
+        return reads
 
     def _start(self, copy: Copy) -> None:
         array = copy.array
@@ -149,6 +181,7 @@ class AsyncCopies:
         if self.check:
             array.land(copy.offset, copy.size, lanes)
         every = None if lanes.all() and copy.lanes is None else lanes
+        self._log_reads(copy, every)
         self.shared.put(array, copy.site, copy.offset, every, value, copy.size, WRITE, opaque=True)
 
     def _data(self, copy: Copy) -> Array:

@@ -18,7 +18,6 @@ from cupyllm.sim import lanes as on
 from cupyllm.sim.check import ATOMIC_READ, ATOMIC_WRITE, READ, WRITE, Access, Log
 from cupyllm.sim.lanes import Array, pattern
 from cupyllm.sim.memory import CARRIER, DEVICE_BASE, READABLE, DeviceMemory, Extent
-from cupyllm.sim.regions import Region
 from cupyllm.sim.report import Reports, Site
 from cupyllm.sim.targets import Target, Targets
 
@@ -47,8 +46,16 @@ class DeviceSpace:
         self.plans = self.targets.plans
 
     def load(
-        self, site: Site, address: Array, mask: Array | None, dtype: np.dtype, vec: int, atomic: bool
+        self,
+        site: Site,
+        address: Array,
+        mask: Array | None,
+        dtype: np.dtype,
+        vec: int,
+        atomic: bool,
+        logged: list[Access] | None = None,
     ) -> Array | tuple[Array, ...]:
+        """LaunchMemory.load. `logged`: what was logged of it for the races is added there."""
         size = dtype.itemsize * vec
         kind = ATOMIC_READ if atomic else READ
         target = self.plans.get(site) or self.targets.plan(site)
@@ -61,9 +68,9 @@ class DeviceSpace:
             if bits & (size - 1) == 0 and bits < _SIGN:
                 value = self._take(target, views, (offset >> _SHIFT[size]).view(np.int64), size)
         if value is None:
-            value = self._load_slowly(site, address, mask, size, kind)
+            value = self._load_slowly(site, address, mask, size, kind, logged)
         elif self.check and target is not None:
-            self.watch(target, kind, site, size, offset, mask)
+            self.watch(target, kind, site, size, offset, mask, logged=logged)
         return value.view(dtype) if vec == 1 else on.split(value, vec, dtype)
 
     def store(
@@ -112,6 +119,14 @@ class DeviceSpace:
                 good.append((target, lanes))
         return good
 
+    def writable(self, site: Site, address: Array, mask: Array | None, size: int) -> list[tuple[Target, Array]]:
+        """Targets.locate for a write; its bytes count as initialised from then on."""
+        found = self.targets.locate(site, address, mask, size, write=True)
+        index, shadow = self.index(address, size), self.views(size)[1]
+        for _, lanes in found:
+            shadow[np.broadcast_to(index, lanes.shape)[lanes]] = _READABLE[size]
+        return found
+
     def _take(self, target: Target, views: tuple[Array, Array], index: Array, size: int) -> Array | None:
         """The elements, or None if one is out of bounds or not initialised."""
         try:
@@ -124,14 +139,16 @@ class DeviceSpace:
                 return None
         return value
 
-    def _load_slowly(self, site: Site, address: Array, mask: Array | None, size: int, kind: int) -> Array:
+    def _load_slowly(
+        self, site: Site, address: Array, mask: Array | None, size: int, kind: int, logged: list[Access] | None
+    ) -> Array:
         value = np.zeros(address.shape, CARRIER[size])
         index, data = self.index(address, size), self.views(size)[0]
         for target, lanes in self.readable(site, address, mask, size):
             value[lanes] = data.take(index[lanes])
             if self.check:
                 full = lanes if mask is None else lanes & mask
-                self.watch(target, kind, site, size, address - target.start, full)
+                self.watch(target, kind, site, size, address - target.start, full, logged=logged)
         return value
 
     def _put(
@@ -174,15 +191,20 @@ class DeviceSpace:
         mask: Array | None,
         value: Array | None = None,
         before: Array | None = None,
+        logged: list[Access] | None = None,
     ) -> None:
-        """Logs an access where races are looked for. offset: from the target's start."""
-        region: Region | None = target.region
-        if region is not None:
-            self.log.add(Access(region, kind, site, size, offset, mask, value, before, target.delta))
-            return
-        for region in target.within:  # an address of unknown origin: it may lie in a region or not
+        """Logs an access where races are looked for, and adds it to `logged`. offset: from the target's start."""
+        found: list[Access] = []
+        if target.region is not None:
+            found.append(Access(target.region, kind, site, size, offset, mask, value, before, target.delta))
+        # An address of unknown origin may lie in a region or not.
+        for region in target.within if target.region is None else ():
             delta = target.extent.address - region.start
             begin, count = np.uint64(max(0, -delta)), np.uint64(region.nbytes)
             inside = on.both(mask, offset - begin < count)
-            if inside is not None:
-                self.log.add(Access(region, kind, site, size, offset, inside, value, before, delta))
+            if inside is not False:
+                found.append(Access(region, kind, site, size, offset, inside, value, before, delta))
+        for access in found:
+            self.log.add(access)
+        if logged is not None:
+            logged += found

@@ -13,6 +13,7 @@ over covers them in three short files of rules, and an unknown modifier can neve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,8 +48,6 @@ class Bound:
     source: str = ""
 
 
-PI = 3.141592653589793
-
 # By opcode without .ftz; where there are several bounds the first whose range holds the input counts.
 APPROXIMATE: dict[str, tuple[Bound, ...]] = {
     "ex2.approx.f32": (Bound(ulp=2, source="PTX 9.7.3.21: 2 ulp from the correctly rounded result, full range"),),
@@ -57,12 +56,16 @@ APPROXIMATE: dict[str, tuple[Bound, ...]] = {
         Bound(relative=2**-22, source="PTX 9.7.3.20: relative error 2^-22 outside of (0.5, 2)"),
     ),
     "sin.approx.f32": (
-        Bound(absolute=2**-20.5, high=2 * PI, source="PTX 9.7.3.18: absolute error 2^-20.5 in [-2 pi, 2 pi]"),
-        Bound(absolute=2**-14.7, high=100 * PI, source="PTX 9.7.3.18: absolute error 2^-14.7 in [-100 pi, 100 pi]"),
+        Bound(absolute=2**-20.5, high=2 * math.pi, source="PTX 9.7.3.18: absolute error 2^-20.5 in [-2 pi, 2 pi]"),
+        Bound(
+            absolute=2**-14.7, high=100 * math.pi, source="PTX 9.7.3.18: absolute error 2^-14.7 in [-100 pi, 100 pi]"
+        ),
     ),
     "cos.approx.f32": (
-        Bound(absolute=2**-20.5, high=2 * PI, source="PTX 9.7.3.19: absolute error 2^-20.5 in [-2 pi, 2 pi]"),
-        Bound(absolute=2**-14.7, high=100 * PI, source="PTX 9.7.3.19: absolute error 2^-14.7 in [-100 pi, 100 pi]"),
+        Bound(absolute=2**-20.5, high=2 * math.pi, source="PTX 9.7.3.19: absolute error 2^-20.5 in [-2 pi, 2 pi]"),
+        Bound(
+            absolute=2**-14.7, high=100 * math.pi, source="PTX 9.7.3.19: absolute error 2^-14.7 in [-100 pi, 100 pi]"
+        ),
     ),
     "tanh.approx.f32": (Bound(relative=2**-11, source="PTX 9.7.3.22: relative error 2^-11"),),
     "rcp.approx.f32": (Bound(ulp=1, source="PTX 9.7.3.13: 1 ulp, full range"),),

@@ -5,6 +5,8 @@ A register is [B, T], [B, 1], [1, T] or [1, 1]; a mask is None (every lane) or a
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from cupyllm.sim.memory import CARRIER
@@ -23,11 +25,11 @@ def narrow(mask: Array | None, shape: tuple[int, ...]) -> Array | None:
     return None if mask.size == 1 else mask  # a mask has at least one lane
 
 
-def both(mask: Array | None, other: Array) -> Array | None:
-    """Lanes of both; None here means that there is none."""
+def both(mask: Array | None, other: Array) -> Array | Literal[False]:
+    """Lanes of both, a mask; False where there is none, since None means every lane."""
     if mask is not None:
         other = mask & other
-    return other if other.any() else None
+    return other if other.any() else False
 
 
 def split(value: Array, vec: int, dtype: np.dtype) -> tuple[Array, ...]:

@@ -54,6 +54,10 @@ class LocalSpace:
     def load(
         self, site: Site, address: Array, mask: Array | None, dtype: np.dtype, vec: int
     ) -> Array | tuple[Array, ...]:
+        """The values, `vec` arrays [B, T] of the dtype if vec > 1; lanes that are wrong, or all left out, give zeros.
+
+        address: offsets in the window, uint32 or uint64, [B, T] or uniform. mask: the lanes that load, bool, None: all.
+        """
         size = dtype.itemsize * vec
         good, index = self._index(site, address, mask, size, reads=True)
         value = self._data.view(CARRIER[size]).take(index) if index.size else np.zeros(address.shape, CARRIER[size])
@@ -62,6 +66,10 @@ class LocalSpace:
         return value.view(dtype) if vec == 1 else on.split(value, vec, dtype)
 
     def store(self, site: Site, address: Array, mask: Array | None, dtype: np.dtype, values: tuple[Array, ...]) -> None:
+        """Stores one register a lane, or a vector of them, whose low bits the dtype takes.
+
+        address, values: [B, T] or uniform, the address uint32 or uint64. mask: the lanes that store, bool, None: all.
+        """
         value = on.join(values, dtype)
         size = value.dtype.itemsize
         _, index = self._index(site, address, mask, size, reads=False)
@@ -130,7 +138,7 @@ class LocalSpace:
     def _name(self, offset: int, size: int) -> str:
         before = [name for name, start in self.starts.items() if start <= offset] or list(self.starts)[:1]
         if not before:
-            return f"{size} bytes at {offset:#x} of local memory, of which the kernel has none"
+            return f"{size} bytes, {offset:#x} of local memory, of which the kernel has none"
         start, nbytes = self.starts[before[-1]], self._sizes[before[-1]]
         text = names.item(names.plain_name(before[-1]), offset - start, nbytes, min(size, 8), size)
         return text if offset + size <= start + nbytes else names.crossing(text, offset - start, nbytes, size)

@@ -280,10 +280,11 @@ class _Run:
             self.spent += segment.cost * lanes + _A_SEGMENT
             if self.spent > self.budget:
                 self._exhausted(X, segment.block)
-            alive = self._go_on(groups, blocked, segment, mask, condition, alive)
+            alive = self._go_on(X, groups, blocked, segment, mask, condition, alive)
 
     def _go_on(
         self,
+        X: Batch,
         groups: dict[int, Array],
         blocked: set[int],
         segment: SegmentPlan,
@@ -303,11 +304,29 @@ class _Run:
             if not lanes.any():
                 continue
             if target == EXIT:
+                self._passed_by(X, groups, segment.block, lanes)
                 alive = ~lanes if alive is None else alive & ~lanes
                 blocked.clear()  # who waited for these lanes waits no more
             else:
                 self._join(groups, blocked, self._start(target), lanes)
         return alive
+
+    def _passed_by(self, X: Batch, groups: dict[int, Array], block: int, lanes: Array) -> None:
+        """Report meetings that others wait at and that `lanes`, which exit from `block`, went past: they ran code that
+        comes behind the meeting. Lanes that returned early did not, and nobody has to wait for those."""
+        for index, waiting in groups.items():
+            segment = self.kernel.segments[index]
+            if block not in segment.beyond or segment.site is None:
+                continue
+            gone = np.broadcast_to(lanes, (X.B, X.T))
+            if segment.meeting == "cta":
+                left = waiting & gone.any(axis=1, keepdims=True)
+            else:
+                left = waiting & (warp.vote("ballot", np.ones((1, 1), bool), X.T, gone) & np.uint32(segment.mask) != 0)
+            if left.any():
+                row, thread = first_lane(left, X.B, X.T)
+                kind = "divergent-barrier" if segment.meeting == "cta" else "divergent-shuffle"
+                X.reports.add(kind, segment.site, row, thread, detail="other threads went past it and ended")
 
     def _join(self, groups: dict[int, Array], blocked: set[int], index: int, lanes: Array) -> None:
         groups[index] = groups[index] | lanes if index in groups else lanes

@@ -52,6 +52,7 @@ class SegmentPlan:
     members: int | None = None  # register number; None: `mask`
     mask: int = 0xFFFFFFFF
     site: Site | None = None
+    beyond: frozenset[int] = frozenset()  # blocks with instructions that may run after this meeting
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,24 @@ def _segment(kernel: Kernel, flow: Flow, index: int, number: dict[str, int]) -> 
         return SegmentPlan(f"s{index}", segment.block, cost, following)
     site = Site(kernel.name, first.text, first.where)
     stem, *rest = first.opcode.split(".")
+    beyond = _beyond(flow, segment.block)
     if stem in ("bar", "barrier") and rest[0] != "warp":
-        return SegmentPlan(f"s{index}", segment.block, cost, following, "cta", site=site)
+        return SegmentPlan(f"s{index}", segment.block, cost, following, "cta", site=site, beyond=beyond)
     register, mask = _members(first, stem)
     members = None if register is None else number[register.name]
-    return SegmentPlan(f"s{index}", segment.block, cost, following, "warp", members, mask, site)
+    return SegmentPlan(f"s{index}", segment.block, cost, following, "warp", members, mask, site, beyond)
+
+
+def _beyond(flow: Flow, block: int) -> frozenset[int]:
+    """Blocks with instructions that can be reached from the end of a block."""
+    found: set[int] = set()
+    waiting = [successor for successor in flow.blocks[block].successors() if successor != EXIT]
+    while waiting:
+        at = waiting.pop()
+        if at not in found:
+            found.add(at)
+            waiting += [successor for successor in flow.blocks[at].successors() if successor != EXIT]
+    return frozenset(at for at in found if flow.blocks[at].instructions)
 
 
 def _members(instruction: Instruction, stem: str) -> tuple[Register | None, int]:

@@ -1,4 +1,7 @@
-"""What the bytes at an address are called in a report: tile[12], out[3,5], 4 bytes after the end of logits.
+"""What the bytes at an address are called in a report: tile[12], out[3,5], "4 bytes, right after the end of x".
+
+What follows a comma and a blank is said behind the source line (report.py), so that it is not read as part of it:
+"reads 4 bytes at k.cu:3, right after the end of x (8 bytes)".
 
 Elements of shared variables are counted in items of the access, because PTX declares every array as bytes.
 """
@@ -55,22 +58,25 @@ def item(name: str, offset: int, nbytes: int, itemsize: int, size: int) -> str:
 def outside(name: str, offset: int, nbytes: int, size: int) -> str:
     """An address that an array of `nbytes` does not have."""
     if offset < 0:
-        return f"{size} bytes at {-offset} bytes before the start of {name}"
-    if offset == nbytes:
-        return f"{size} bytes right after the end of {name}, which has {nbytes} bytes"
-    return f"{size} bytes at {offset - nbytes} bytes after the end of {name}, which has {nbytes} bytes"
+        return f"{_bytes(size)}, {_bytes(-offset)} before the start of {name}"
+    distance = "right" if offset == nbytes else _bytes(offset - nbytes)
+    return f"{_bytes(size)}, {distance} after the end of {name} ({_bytes(nbytes)})"
 
 
 def crossing(text: str, offset: int, nbytes: int, size: int) -> str:
     """`text` names an element inside; says so where the access runs over the end."""
-    return f"{text}, {size} bytes, over its end at {nbytes} bytes" if 0 <= offset < nbytes else text
+    return f"{text}, {_bytes(size)} that run over its end ({_bytes(nbytes)})" if 0 <= offset < nbytes else text
 
 
 def unknown(memory: DeviceMemory, address: int, size: int) -> str:
     """A device address that belongs to no argument."""
     if address < NULL_BYTES:
-        return f"{size} bytes at null" + (f"+{address}" if address else "")
+        return f"{_bytes(size)}, through a null pointer" + (f" plus {_bytes(address)}" if address else "")
     found = memory.find(address)
     if found is None:
-        return f"{size} bytes at address {address:#x}, which is in no live allocation"
-    return f"{size} bytes at {address - found.address} bytes into {found.name or 'an allocation'}"
+        return f"{_bytes(size)}, address {address:#x}, which is in no live allocation"
+    return f"{_bytes(size)}, {_bytes(address - found.address)} into {found.name or 'an allocation'}"
+
+
+def _bytes(count: int) -> str:
+    return "1 byte" if count == 1 else f"{count} bytes"

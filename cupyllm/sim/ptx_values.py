@@ -69,8 +69,11 @@ class Declaration(NamedTuple):
         return space
 
 
+_JOINED = re.compile(r"^\.(reg|shared|local|global|const|param)\.")  # `.reg.b32 x`, as CUDA's own headers write it
+
+
 def declaration(text: str) -> Declaration:
-    parts = _ATTRIBUTES.match(text.strip())
+    parts = _ATTRIBUTES.match(_JOINED.sub(r".\1 .", text.strip()))
     if parts is None:
         raise Malformed("not a declaration")
     return Declaration(parts[1].split(), parts[2])

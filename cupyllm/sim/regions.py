@@ -2,16 +2,19 @@
 
 CTAs run in any order and cannot wait for each other, so two of them must not touch the same bytes of global memory at
 any time of a launch if one writes, unless both are atomic or both execute the same store instruction with equal bits.
+Fences and flags order nothing here: where the last CTA to arrive adds up what the others left behind a
+__threadfence(), its loads and their stores are reported unless they are volatile or atomic, right as the kernel is.
 Inside a CTA the rule is that of shared memory (check.py).
 
 Only memory that the launch may write is watched, as regions: arguments that overlap form one. A region has a table for
 each kind of access with the stamp of the last one to every granule:
 
-    epoch of its CTA << 44 | instruction << 32 | CTA * (threads + 1) + thread + 1          0: none
+    epoch of its CTA << 48 | instruction << 32 | CTA * (threads + 1) + thread + 1          0: none
 
-with all 32 bits of the last part set for several CTAs, and with thread = T for several threads of one CTA. Tables live
-as long as the launch and know each access of earlier batches and barrier intervals; the accesses of the present
-interval come from the log, all of them in one go.
+with all 32 bits of the last part set for several CTAs, and with thread = T for several threads of one CTA. A launch of
+more threads, or a kernel of more instructions, than the parts can hold is refused. Tables live as long as the launch
+and know each access of earlier batches and barrier intervals; the accesses of the present interval come from the log,
+all of them in one go.
 
 Rejected: testing at the access, see check.py; one table of CTAs without threads, which cannot name the other thread and
 would need a second one for races inside a CTA.
@@ -19,22 +22,26 @@ would need a second one for races inside a CTA.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from cupyllm.errors import BackendError
 from cupyllm.sim import names
 from cupyllm.sim.lanes import Array
 from cupyllm.sim.memory import Extent, Scratch
 from cupyllm.sim.report import Site
+from cupyllm.sim.warp import WARP
 
 if TYPE_CHECKING:
     from cupyllm.sim.check import Access, Log
 
 _READ, _WRITE, _ATOMIC_READ, _ATOMIC_WRITE = range(4)  # as in check.py
 _WHO = (1 << 32) - 1
-_SITES = 1 << 12
-_EPOCHS = 1 << 18
+_SITES = 1 << 16
+_EPOCHS = 1 << 15
+_EPOCH = 48  # its lowest bit
 # Which tables an access of a kind collides with.
 _RIVALS = {
     _WRITE: (_WRITE, _READ, _ATOMIC_READ, _ATOMIC_WRITE),
@@ -111,10 +118,19 @@ class Region:
         return f"address {address:#x}"
 
     def judge(self, entries: list[Access], log: Log) -> tuple[Array, int]:
-        """Reports races between CTAs; (granules where threads of one CTA may race, granule size)."""
+        """Reports races between CTAs; (granules where threads of one CTA may race, granule size).
+
+        Raises BackendError where the launch or its kernel is too large for the stamps.
+        """
         self._refine(min(entry.size for entry in entries))
         self.log, self.entries = log, entries
         self.T = log.geometry.T
+        ctas = math.prod(log.geometry.grid)
+        if ctas * (self.T + 1) >= _WHO:
+            raise BackendError(
+                f"{entries[0].site.kernel}: cannot look for races between {ctas} CTAs of {self.T} threads, expected at "
+                f"most {(_WHO - 1) // (self.T + 1)} such CTAs; launch a smaller grid"
+            )
         self.present: dict[int, Lanes] = {}
         suspects: list[Array] = []
         for kind in (_WRITE, _READ, _ATOMIC_WRITE, _ATOMIC_READ):
@@ -184,7 +200,7 @@ class Region:
                 groups.setdefault(key, []).append(entry)
         if not groups:
             return []
-        first = (self.log.geometry.first_cta + np.arange(B)) * (T + 1) + 1 + ((self.log.epoch % _EPOCHS) << 44)
+        first = (self.log.geometry.first_cta + np.arange(B)) * (T + 1) + 1 + ((self.log.epoch % _EPOCHS) << _EPOCH)
         first = first.reshape(-1, 1)
         everyone = first + np.arange(T)
         found = []
@@ -212,7 +228,12 @@ class Region:
     def _number(self, site: Site) -> int:
         number = self._numbers.get(site)
         if number is None:
-            number = self._numbers[site] = min(len(self.sites), _SITES - 1)
+            number = self._numbers[site] = len(self.sites)
+            if number >= _SITES:
+                raise BackendError(
+                    f"{site.kernel}: cannot look for races between the more than {_SITES} instructions that access "
+                    "one array; unroll its loops less"
+                )
             self.sites.append(site)
         return number
 
@@ -238,7 +259,7 @@ class Region:
             others = np.flatnonzero(apart)
             apart[others] = ~self._equal_before(lanes, both[others], its[others])
         self._report(lanes, both[apart], its[apart])
-        together = (cta == rival_cta) & (mine >> 44 == its >> 44)
+        together = (cta == rival_cta) & (mine >> _EPOCH == its >> _EPOCH)
         together &= (thread != rival_thread) | (thread == self.T)
         suspects.append(lanes.granule[both[together | apart]])  # where CTAs meet, a stamp may hide a thread of its own
         if self.log.forced and together.any():
@@ -263,7 +284,7 @@ class Region:
         cta, thread = self._who(stamp)
         before_cta, before_thread = self._who(before)
         # Earlier ones of the same CTA do not matter once it has passed a barrier.
-        current = (before != 0) & ((before_cta != cta) | (before >> 44 == stamp >> 44))
+        current = (before != 0) & ((before_cta != cta) | (before >> _EPOCH == stamp >> _EPOCH))
         low, high = np.full(len(granules), 1 << 62), np.full(len(granules), -2)
         low_thread, high_thread = low.copy(), high.copy()
         for chosen, ctas, threads in ((slice(None), cta, thread), (current, before_cta, before_thread)):
@@ -351,7 +372,7 @@ class Region:
         for lane, stamp in zip(at.tolist(), its.tolist(), strict=True):
             entry, row, thread = self._position(lanes, lane)
             other = ((stamp & _WHO) - 1) % (self.T + 1)
-            if self.log.ever_synced and (self.T in (other, thread) or other // 32 == thread // 32):
+            if self.log.ever_synced and (self.T in (other, thread) or other // WARP == thread // WARP):
                 continue
             if present is not None and ((present.granule == lanes.granule[lane]) & (present.stamp == stamp)).any():
                 continue  # still in the log, which knows better

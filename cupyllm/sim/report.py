@@ -140,10 +140,6 @@ class Reports:
         """A new batch of CTAs starts."""
         self._grid, self._block, self._first_cta = grid, block, first_cta
 
-    def seen(self, kind: str, site: Site, other: Site | None = None) -> bool:
-        """Whether add() would only count: describing the element can be spared then."""
-        return self._key(kind, site, other) in self._seen
-
     def add(
         self,
         kind: str,
@@ -163,8 +159,9 @@ class Reports:
     ) -> None:
         """One finding, or `count` of them, of which (row, thread) is the first.
 
-        what: the element, such as "tile[12]". detail: a clause that ends the line. verb, space: where the instruction
-        does not tell, say for cp.async, which reads one address and writes another. other_cta: linear, of the grid.
+        what: the element, such as "tile[12]"; what follows a first ", " is said behind the source line, as in "4 bytes,
+        right after the end of tile". detail: a clause that ends the line. verb, space: where the instruction does not
+        tell, say for cp.async, which reads one address and writes another. other_cta: linear, of the grid.
         """
         key = self._key(kind, site, other)
         if key in self._seen:
@@ -182,7 +179,8 @@ class Reports:
         line += "" if cta is None else f", CTA {_text(cta)}"
         line += "" if place is None else f", thread {_text(place)}"
         if site.text:
-            line += f" {verb or site.verb} {what or site.opcode} at {site.location}"
+            element, comma, more = what.partition(", ")
+            line += f" {verb or site.verb} {element or site.opcode} at {site.location}{comma}{more}"
         if other is not None:
             line += _tail(kind, self._who(other_thread, other_cta), other_verb or other.verb, other, not detail)
         line += f": {detail}" if detail else ""
@@ -216,7 +214,7 @@ def _title(kind: str, site: Site, space: str) -> str:
 
 def _tail(kind: str, who: str, verb: str, other: Site, bare: bool) -> str:
     """The other access to the same element; for a meeting of threads, where another one is meanwhile."""
-    if kind.startswith("divergent") or kind == "deadlock":
+    if kind.startswith("divergent"):
         return f", while {who} {verb} {other.opcode} at {other.location}"
     barrier = " with no barrier between" if kind == "race" and bare else ""
     return f", which {who} {verb} at {other.location}{barrier}"

@@ -18,12 +18,12 @@ import numpy as np
 
 from cupyllm.sim.memory import Geometry
 from cupyllm.sim.report import Reports
+from cupyllm.sim.warp import WARP
 
 if TYPE_CHECKING:
     from cupyllm.sim.check import Access
 
 Array = np.ndarray
-_WARP = 32
 _ENOUGH = 1 << 25  # pairs compared in one judgement once something was found
 
 
@@ -35,9 +35,9 @@ class Conflicts:
         self.accesses = [entry for entry in entries if entry.domain is domain]
         self.order = np.array([i for i, entry in enumerate(entries) if entry.domain is domain])
         self.syncs = [(i, self._bits(entry.mask)) for i, entry in enumerate(entries) if entry.domain is None]
-        every = (1 << _WARP) - 1
-        tail = geometry.T % _WARP
-        full = np.full((geometry.B, -(-geometry.T // _WARP)), every, np.uint64)
+        every = (1 << WARP) - 1
+        tail = geometry.T % WARP
+        full = np.full((geometry.B, -(-geometry.T // WARP)), every, np.uint64)
         full[:, -1] = (1 << tail) - 1 if tail else every
         # A sync of part of a warp may order the threads between the first and the last but not these.
         self.partial = any(((bits != 0) & (bits != full)).any() for _, bits in self.syncs)
@@ -141,7 +141,7 @@ class Conflicts:
         return found
 
     def _keep_outermost(self) -> None:
-        part = self.thread // _WARP if self.syncs else np.zeros_like(self.thread)
+        part = self.thread // WARP if self.syncs else np.zeros_like(self.thread)
         new = np.ones(len(part) + 1, bool)
         new[1:-1] = (np.diff(self.group) != 0) | (np.diff(self.access) != 0) | (np.diff(part) != 0)
         keep = new[:-1] | new[1:]
@@ -150,8 +150,8 @@ class Conflicts:
     def _ordered(self, first: Array, second: Array) -> Array:
         """Which pairs have a chain of warp syncs between them: lanes reached from the first thread, sync by sync."""
         row = self.group[first] // len(self.candidates)
-        warp, start = np.divmod(self.thread[first], _WARP)
-        other_warp, end = np.divmod(self.thread[second], _WARP)
+        warp, start = np.divmod(self.thread[first], WARP)
+        other_warp, end = np.divmod(self.thread[second], WARP)
         begin, stop = self.order[self.access[first]], self.order[self.access[second]]
         reached = np.uint64(1) << start.astype(np.uint64)
         for position, bits in self.syncs:
@@ -163,9 +163,9 @@ class Conflicts:
     def _bits(self, mask: Array | None) -> Array:
         """Lane masks [B, warps], uint64, of a sync."""
         B, T = self.geometry.B, self.geometry.T
-        padded = np.zeros((B, -(-T // _WARP) * _WARP), np.uint64)
+        padded = np.zeros((B, -(-T // WARP) * WARP), np.uint64)
         padded[:, :T] = np.broadcast_to(True if mask is None else mask, (B, T))
-        return (padded.reshape(B, -1, _WARP) << np.arange(_WARP, dtype=np.uint64)).sum(axis=2, dtype=np.uint64)
+        return (padded.reshape(B, -1, WARP) << np.arange(WARP, dtype=np.uint64)).sum(axis=2, dtype=np.uint64)
 
     def _note(self, first: Array, second: Array) -> None:
         if not len(first):

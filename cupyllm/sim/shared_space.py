@@ -185,7 +185,7 @@ class SharedSpace:
             row, thread, count = on.first(lanes)
             offset = int(np.broadcast_to(address, lanes.shape)[row, thread])
             before = [array for array in found if array.start <= offset] or found
-            what = f"{size} bytes at {offset:#x} of shared memory, of which the kernel has none"
+            what = f"{size} bytes, {offset:#x} of shared memory, of which the kernel has none"
             if before:
                 what = names.outside(before[-1].name, offset - before[-1].start, before[-1].nbytes, size)
             self.reports.add("out-of-bounds", site, row, thread, what, space="shared", count=count)

@@ -38,10 +38,9 @@ import numpy as np
 
 from cupyllm.sim import numeric
 from cupyllm.sim.report import UnknownInstruction
+from cupyllm.sim.warp import WARP
 
 Array = np.ndarray
-
-WARP = 32
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,9 @@ def ldmatrix(rows: list[Array], num: int, trans: bool) -> list[Array]:
 
 
 def stmatrix(regs: list[Array], num: int, trans: bool) -> list[Array]:
-    """stmatrix.sync.aligned.m8n8.x<num>[.trans].shared.b16 (sm_90): the inverse of ldmatrix.
+    """stmatrix.sync.aligned.m8n8.x<num>[.trans].shared.b16: the inverse of ldmatrix.
+
+    It needs sm_90, so no PTX for the simulated sm_80 has it; it is here for the day when sm_90 is simulated.
 
     Four uint32 (B, T): lane 8 m + r gets the 16 bytes of row r of matrix m; lanes from 8 num on get zeros.
     """

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from cupyllm.sim import isa
 from cupyllm.sim.emitter import TOKENS, WIDTH, Emitter, unsigned
-from cupyllm.sim.flow import Flow, Segment, is_meeting, results
+from cupyllm.sim.flow import Flow, Segment, is_meeting, results, sources
 from cupyllm.sim.ptx import (
     Address,
     Immediate,
@@ -73,6 +73,7 @@ class _Translator:
         self.storage = storage_tokens(kernel)
         self.number = {name: i for i, name in enumerate(kernel.registers)}
         self.offset = {p.name: p.offset for p in kernel.parameters}
+        self.read = {name for instruction in kernel.body for name in sources(instruction)}
         self.sites: list[Site] = []
         self.constants: dict[tuple[str, int], str] = {}
 
@@ -317,7 +318,9 @@ class _Function(Emitter):
         assert isinstance(address, Address)
         site = self.owner.site(instruction, address)
         name = self.new()
-        call = f"M.atom({_space(parts)!r}, {site}, {op!r}, {type_!r}, {where}, {mask}, {', '.join(values)})"
+        used = isinstance(target, Register) and target.name in self.owner.read
+        arguments = f"{_space(parts)!r}, {site}, {op!r}, {type_!r}, {where}, {mask}, {', '.join(values)}, result={used}"
+        call = f"M.atom({arguments})"
         zero = self.constant(TOKENS[type_], 0)
         self.emit(f"{name} = {zero} if {mask} is False else {call}")
         if target is not None:

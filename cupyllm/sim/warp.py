@@ -196,7 +196,10 @@ def redux(op: str, value: Array, T: int, active: Array | None) -> Array:
 
 
 def elect(T: int, active: Array | None) -> tuple[Array, Array]:
-    """elect.sync: (lane number of the leader, whether this lane is it); the leader is the lowest active lane."""
+    """elect.sync: (lane number of the leader, whether this lane is it); the leader is the lowest active lane.
+
+    It needs sm_90, so no PTX for the simulated sm_80 has it; it is here for the day when sm_90 is simulated.
+    """
     lane = (np.arange(T) & 31)[None, :]
     if active is None:
         return np.zeros((1, 1), np.uint32), lane == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupyllm import ops
-from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec
+from cupyllm.backend.base import Backend, Spec
 from cupyllm.backend.eager import Session, run_op
 from cupyllm.backend.record import Recorder
 from cupyllm.errors import InputError
@@ -73,6 +73,21 @@ def check_op(backend: Backend, op: str, variant: str, dtype: str) -> Iterator[Ch
         yield checked
 
 
+def record_adamw(session: Session, rec: Recorder, size: int, p16: str | None) -> None:
+    """One step on drawn values. p16: dtype of the 16-bit copy, None for none."""
+    p, g, m, v = (session.put(np.abs(_floats(size, seed))) for seed in range(4))
+    numbers = adamw.pack_scalars(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=2)
+    out = session.empty(Spec((size,), p16)) if p16 else None
+    adamw.adamw(rec, p, g, m, v, session.put(numbers), out)
+
+
+def record_grad_norm(session: Session, rec: Recorder, size: int) -> None:
+    """The sum of squares of drawn values, and their scaling."""
+    g = session.put(_floats(size))
+    grad_norm.sum_of_squares(rec, g, session.empty(Spec((3,), "float64")), slot=1)
+    grad_norm.scale(rec, g, session.put(grad_norm.as_factor(0.5)))
+
+
 _Call = tuple[str, Callable[[], object]]
 
 
@@ -110,30 +125,26 @@ def _run(backend: Backend, op: Op, variant: str, case: Case, dtype: str) -> None
 
 
 def _outside(name: str, backend: Backend, dtype: str) -> Iterator[_Call]:
+    def run(size: int) -> None:
+        with Session(backend) as session:
+            rec = Recorder(backend.capability)
+            _LAUNCHERS[name](session, rec, size, dtype)
+            session.execute(rec)
+
     for size in _SIZES:
-        yield f"n{size}", lambda size=size: _LAUNCHERS[name](backend, size, dtype)  # type: ignore[misc]
+        yield f"n{size}", lambda size=size: run(size)  # type: ignore[misc]
 
 
-def _adamw(backend: Backend, size: int, dtype: str) -> None:
-    """One step; with dtype bfloat16 the 16-bit copy is written too."""
-    values = np.linspace(0.1, 1, size, dtype=np.float32)
-    scalars = adamw.pack_scalars(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)
-    with Session(backend) as session:
-        p, g, m, v = (session.put(values, name) for name in "pgmv")
-        copy = session.empty(Spec((size,), dtype), "p16_out") if dtype == "bfloat16" else None
-        rec = Recorder(backend.capability)
-        adamw.adamw(rec, p, g, m, v, session.put(scalars, "scalars"), copy)
-        session.execute(rec)
+def _adamw(session: Session, rec: Recorder, size: int, dtype: str) -> None:
+    record_adamw(session, rec, size, "bfloat16" if dtype == "bfloat16" else None)
 
 
-def _grad_norm(backend: Backend, size: int, dtype: str) -> None:
-    with Session(backend) as session:
-        g = session.put(np.linspace(-1, 1, size).astype(NUMPY_DTYPE[dtype]), "g")
-        out = session.empty(Spec((2,), "float64"), "out")
-        rec = Recorder(backend.capability)
-        grad_norm.sum_of_squares(rec, g, out, 1)
-        grad_norm.scale(rec, g, session.put(grad_norm.as_factor(0.5), "factor"))
-        session.execute(rec)
+def _grad_norm(session: Session, rec: Recorder, size: int, dtype: str) -> None:
+    record_grad_norm(session, rec, size)
+
+
+def _floats(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 
 
 _LAUNCHERS = {"adamw": _adamw, "grad_norm": _grad_norm}

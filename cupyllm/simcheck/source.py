@@ -148,7 +148,7 @@ def _compile(request: dict[str, object], name: str, folder: Path) -> str:
             raise InputError(_refusal(name, str(answer["error"])))
         if "storage" in answer:
             raise StorageError(f"cannot write a compiled kernel: {answer['storage']}")
-        return target.read_text()
+        return target.read_bytes().decode("utf-8")
     except OSError as error:
         raise BackendError(f"cannot start the kernel compiler ({error}); free some memory or processes") from error
     finally:
@@ -181,24 +181,25 @@ def _cache_folder() -> Path:
 
 
 def _cached(entry: Path) -> str | None:
-    """The PTX of a whole, undamaged entry, whose first line is the hash of the rest."""
+    """The PTX of a whole, undamaged entry, whose first line is the hash of the rest. Its bytes count: read as text, it
+    would depend on the locale, and line ends would change."""
     try:
-        digest, _, ptx = entry.read_text().partition("\n")
-    except (OSError, UnicodeDecodeError):
+        digest, _, content = entry.read_bytes().partition(b"\n")
+    except OSError:
         return None
-    return ptx if digest == _digest(ptx) else None
+    return content.decode("utf-8") if digest == _digest(content) else None
 
 
 def _store(entry: Path, ptx: str) -> None:
+    content = ptx.encode("utf-8")
     temporary = entry.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        temporary.write_text(f"{_digest(ptx)}\n{ptx}")
+        temporary.write_bytes(_digest(content) + b"\n" + content)
         os.replace(temporary, entry)
     except OSError as error:
-        raise storage_error(entry.parent, error) from error
-    finally:
         temporary.unlink(missing_ok=True)
+        raise storage_error(entry.parent, error) from error
 
 
-def _digest(ptx: str) -> str:
-    return f"// sha256 {hashlib.sha256(ptx.encode()).hexdigest()}"
+def _digest(content: bytes) -> bytes:
+    return f"// sha256 {hashlib.sha256(content).hexdigest()}".encode()

@@ -221,6 +221,7 @@ def test_a_missing_barrier(sim: SimBackend) -> None:
         x, y = session.put(np.zeros(512, np.float32)), session.empty(Spec((512,), "float32"))
         text = found(session, "reverse_racy", 2, 256, x, y, source=SOURCE)
         assert text.startswith("node layers.3.test: race in shared memory: reverse_racy, CTA (0,0,0), thread (")
+        assert all(line.startswith("node layers.3.test: race in") for line in text.splitlines())
         assert "reads tile[" in text and "selftest.cu:25, which thread (" in text and "writes at selftest.cu:24" in text
         launch(session, "reverse", 2, 256, x, y)  # and nothing of it is left
 

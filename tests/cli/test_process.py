@@ -17,7 +17,18 @@ from cupyllm.commands import doctor, output
 
 HELP_SECONDS = 0.3
 HEAVY = ("numpy", "cupy", "ml_dtypes", "tokenizers", "rich")
-COMMANDS = ("forward", "generate", "chat", "grads", "grad-check", "train-smoke", "synth", "verify", "doctor")
+COMMANDS = (
+    "forward",
+    "generate",
+    "chat",
+    "grads",
+    "grad-check",
+    "train-smoke",
+    "synth",
+    "verify",
+    "sim-check",
+    "doctor",
+)
 
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -118,7 +118,7 @@ def test_a_fault_in_a_kernel_is_a_line_a_finding_and_status_1(
     assert ran.stdout == "" if json_option else "loss" not in ran.stdout
     assert lines[0].startswith("cupyllm: error: node swiglu: race in shared memory: swiglu_forward_float32, CTA")
     assert "tile[1]" in lines[0]
-    assert lines[1].startswith("  race in shared memory: swiglu_forward_float32") and "tile[2]" in lines[1]
+    assert lines[1].startswith("  node swiglu: race in shared memory: swiglu_forward_float32") and "tile[2]" in lines[1]
 
 
 def test_a_fault_is_a_proof_that_does_not_hold(sim: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

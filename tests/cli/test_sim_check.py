@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +312,20 @@ def test_a_damaged_cache_entry_is_built_again(sim_check: Check, tmp_path: Path) 
     (entry,) = tmp_path.glob("k-*.ptx")
     entry.write_text(entry.read_text().replace("78", "79"))
     assert source.compile_source("k.cu", cache=tmp_path).ptx == first.ptx
+
+
+def test_cache_entries_are_bytes(tmp_path: Path) -> None:
+    """Whatever the locale, and with the line ends that the text has."""
+    code = (
+        "import sys, pathlib; from cupyllm.simcheck import source; entry = pathlib.Path(sys.argv[1])\n"
+        "text = '// gr\\u00f6\\u00dfe.cu\\r\\n.version 8.8\\n'; source._store(entry, text)\n"
+        "assert source._cached(entry) == text"
+    )
+    settings = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "k.ptx"], env=settings, check=True, timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["k.ptx"]
+    (tmp_path / "k.ptx").write_bytes(b"\xff\n\xfe")
+    assert source._cached(tmp_path / "k.ptx") is None
 
 
 def test_cuda_headers_come_from_a_folder_or_are_asked_for(sim_check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyllm.sim import check
+from cupyllm.errors import BackendError
+from cupyllm.sim import check, regions
 from cupyllm.sim.targets import written_by
 from tests.sim.launchkit import TILE, Launch
 
@@ -813,3 +814,39 @@ def test_as_a_search_through_all_pairs(space, seed, monkeypatch):
         assert found == expected
     else:  # where CTAs meet, the race of two threads of one may stay in its shadow
         assert found <= expected and (CTAS in found) == (CTAS in expected)
+
+
+def test_more_instructions_than_a_launch_can_have_sites(monkeypatch):
+    """Each of thousands of stores is told apart: equal values of two of them excuse nobody, and both are named."""
+    number = 4200
+    run = launch(arrays=[np.zeros(number, np.float32)], written=frozenset({0}))
+    for line in range(1, number):
+        run.write(line, 0, 4 * line, mask=(row == 0) & one(0))
+    run.write(number, 0, 4 * (number - 1), mask=(row == 1) & one(0))
+    (report,) = run.reports_of()
+    assert (report.kind, {report.site.where[0].line, report.other.where[0].line}) == (CTAS, {number, number - 1})
+    monkeypatch.setattr(regions, "_SITES", 4)
+    run = launch(arrays=[np.zeros(8, np.float32)], written=frozenset({0}))
+    for line in range(1, 6):
+        run.write(line, 0, 4 * line, mask=(row == 0) & one(0))
+    with pytest.raises(BackendError, match="more than 4 instructions that access one array"):
+        run.barrier()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_grid_of_more_threads_than_can_be_told_apart(more):
+    """Stamps of the last CTA that fits must not be those of several CTAs."""
+    ctas = (2**32 - 2) // (T + 1) + more
+    run = launch(arrays=[np.zeros(T, np.float32)], written=frozenset({0}), grid=(ctas, 1, 1), B=1)
+    run.batch(ctas - 1)
+    run.write(1, 0, 4 * t)
+    if more:
+        with pytest.raises(BackendError, match=f"between {ctas} CTAs of 64 threads, expected at most {ctas - 1} "):
+            run.barrier()
+        return
+    run.barrier()
+    run.batch(0)
+    run.write(3, 0, 4 * t)
+    (line,) = run.lines()
+    assert "CTA (0,0,0), thread (0,0,0) writes x0[0] at a.cu:3" in line
+    assert f"which CTA ({ctas - 1},0,0), thread (0,0,0) writes at a.cu:1" in line

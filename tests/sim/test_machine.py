@@ -414,3 +414,50 @@ def test_a_module_is_translated_kernel_by_kernel() -> None:
     assert set(module.kernels) >= {"divided", "forever"}
     with pytest.raises(KeyError):
         module.kernels["absent"]
+
+
+PASSED = """
+extern "C" __global__ void half_a_warp(float* y) {
+  __shared__ float s[64];
+  s[threadIdx.x] = threadIdx.x;
+  if (threadIdx.x < 16) __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x];
+}
+extern "C" __global__ void trips(const int* n, float* y) {
+  float v = 0;
+  for (int k = 0; k < n[threadIdx.x]; k++) { v += k; __syncthreads(); }
+  y[threadIdx.x] = v;
+}
+extern "C" __global__ void shuffled(float* y) {
+  float v = threadIdx.x;
+  if (threadIdx.x < 16) v += __shfl_xor_sync(0xffffffffu, v, 1);
+  y[threadIdx.x] = v;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("symbol", "kind", "args"),
+    [
+        ("half_a_warp", "divergent-barrier", ("y",)),
+        ("trips", "divergent-barrier", ("n", "y")),
+        ("shuffled", "divergent-shuffle", ("y",)),
+    ],
+)
+def test_threads_that_go_past_a_meeting_are_reported(symbol: str, kind: str, args: tuple[str, ...]) -> None:
+    device = Device()
+    device.put("n", (1 + np.arange(64) % 3).astype(np.int32)), device.empty("y", (64,))
+    with pytest.raises(SimError) as caught:
+        device.run(PASSED, symbol, 1, 64, *args)
+    assert {report.kind for report in caught.value.reports} == {kind}
+    assert "went past it" in str(caught.value)
+
+
+def test_an_exchange_without_a_result_is_a_write() -> None:
+    text = """extern "C" __global__ void k(const float* x, float* y) { atomicExch(&y[threadIdx.x], x[threadIdx.x]); }
+extern "C" __global__ void copy(const float* y, float* z) { z[threadIdx.x] = y[threadIdx.x]; }"""
+    device = Device()
+    device.put("x", np.arange(32, dtype=np.float32)), device.empty("y", (32,)), device.empty("z", (32,))
+    device.run(text, "k", 1, 32, "x", "y")
+    device.run(text, "copy", 1, 32, "y", "z")
+    np.testing.assert_array_equal(device.get("z"), np.arange(32))

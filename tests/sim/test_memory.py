@@ -129,14 +129,19 @@ def test_global_loads(offset, check, origin):
     assert run.problems() == []
 
 
-@pytest.mark.parametrize("type", ["u8", "s8", "u16", "b32", "s64", "f16", "bf16", "f64"])
-@pytest.mark.parametrize("vec", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("type", "vec"),
+    [
+        (type, vec)
+        for type in ("u8", "s8", "u16", "b32", "s64", "f16", "bf16", "f64")
+        for vec in (1, 2, 4)
+        if DTYPE[type].itemsize * vec <= 16  # no access is wider
+    ],
+)
 @pytest.mark.parametrize("space", ["global", "shared", "local"])
 def test_types_and_vectors(type, vec, space):
     dtype = DTYPE[type]
     size = dtype.itemsize * vec
-    if size > 16:
-        pytest.skip("no access is wider than 16 bytes")
     run = launch(arrays=[np.zeros(B * T * 16, np.uint8)], local=64, empty=(0,))
     random = np.random.default_rng(1)
     bits = [random.integers(0, 256, (B, T, dtype.itemsize), np.uint8) for _ in range(vec)]
@@ -195,12 +200,13 @@ def test_uniform_addresses_take_the_last_lanes_value():
 @pytest.mark.parametrize(
     ("offset", "where"),
     [
-        (4 * B * T, "reads 4 bytes right after the end of x0, which has 512 bytes at a.cu:1"),
-        (4 * B * T + 256, "reads 4 bytes at 256 bytes after the end of x0"),
-        (-4, "reads 4 bytes at 4 bytes before the start of x0"),
+        (4 * B * T, "reads 4 bytes at a.cu:1, right after the end of x0 (512 bytes)"),
+        (4 * B * T + 256, "reads 4 bytes at a.cu:1, 256 bytes after the end of x0 (512 bytes)"),
+        (-4, "reads 4 bytes at a.cu:1, 4 bytes before the start of x0"),
+        (-1, "reads 4 bytes at a.cu:1, 1 byte before the start of x0"),
         (1 << 42, "bytes after the end of x0"),
         (2**63, "bytes after the end of x0"),
-        (-(1 << 40), "reads 4 bytes at null"),
+        (-(1 << 40), "reads 4 bytes at a.cu:1, through a null pointer"),
     ],
 )
 @pytest.mark.parametrize("check", [True, False])
@@ -248,7 +254,7 @@ def test_the_next_tensor_of_an_allocation_is_out_of_bounds():
     run.read(1, 0, 4 * t)
     run.read(2, 0, 4 * t + 4)
     (report,) = run.reports_of()
-    assert report.kind == OUT and "thread (63,0,0) reads 4 bytes right after the end of row0" in report.line
+    assert report.kind == OUT and "thread (63,0,0) reads 4 bytes at a.cu:2, right after the end of row0" in report.line
     run = launch(arrays=rows, device=owner.device)
     run.read(2, 0, 4 * t + 4, origin=None)
     run.read(3, 0, 4 * t + 4, origin=(0, 1))
@@ -258,7 +264,7 @@ def test_the_next_tensor_of_an_allocation_is_out_of_bounds():
 def test_a_vector_over_the_end():
     run = launch(arrays=[np.zeros(6, np.float32)])
     run.read(1, 0, 16, vec=4)
-    assert "reads x0[4], 16 bytes, over its end at 24 bytes" in run.lines()[0]
+    assert "reads x0[4] at a.cu:1, 16 bytes that run over its end (24 bytes)" in run.lines()[0]
 
 
 def test_bounds_of_several_possible_tensors():
@@ -279,7 +285,8 @@ def test_null_empty_and_freed_arguments():
     assert (run.M.load("global", site, np.full((1, 1), 8, np.uint64), None, "f32") == 0).all()
     run.read(2, 1, 0)
     found = {report.site.where[0].line: report.line for report in run.reports_of()}
-    assert "reads 4 bytes at null+8" in found[1] and "right after the end of x1, which has 0 bytes" in found[2]
+    assert "reads 4 bytes at a.cu:1, through a null pointer plus 8 bytes" in found[1]
+    assert "reads 4 bytes at a.cu:2, right after the end of x1 (0 bytes)" in found[2]
 
     owner = launch(arrays=[X])
     owner.device.free(owner.device.find(owner.extents[0].address))
@@ -289,7 +296,7 @@ def test_null_empty_and_freed_arguments():
         run.read(4, 0, 4 * t, origin=None)
         run.write(5, 0, 4 * t)
         lines = run.lines()
-        assert len(lines) == 3 and "reads x0[0,0], whose memory was freed" in lines[0]
+        assert len(lines) == 3 and "reads x0[0,0] at a.cu:3, whose memory was freed" in lines[0]
         assert "which is in no live allocation" in lines[1]
 
 
@@ -459,7 +466,7 @@ def test_shared_out_of_bounds(origin, check):
     run.write(2, TILE, 4 * t + 12, t, origin=origin)
     (report,) = run.reports_of()
     assert (report.kind, report.count) == (OUT, 2)
-    assert "thread (62,0,0) writes 4 bytes right after the end of tile, which has 260 bytes" in report.line
+    assert "thread (62,0,0) writes 4 bytes at a.cu:2, right after the end of tile (260 bytes)" in report.line
 
 
 def test_red_zones_between_shared_variables():
@@ -795,6 +802,54 @@ def test_the_source_of_a_copy_is_checked():
     copies = Copies()
     copies.issue(1, source=16 * lane + 4)
     assert MISALIGNED in [kind for kind, _ in copies.run.problems()]
+
+
+@pytest.mark.parametrize("origin", ["same", None])
+@pytest.mark.parametrize(
+    ("when", "found"), [("before", 0), ("in flight", 1), ("before the wait", 1), ("behind the wait", 1), ("after", 0)]
+)
+def test_the_source_of_a_copy_is_read_until_the_wait(when, found, origin):
+    """Another thread writes the source, a barrier before the issue, up to a barrier behind the wait."""
+    copies = Copies(written=frozenset({0}))
+
+    def write(now):
+        if now == when:
+            copies.run.write(2, 0, 16 * (lane ^ 1), origin=origin)
+
+    write("before")
+    copies.run.barrier()
+    copies.issue(1)
+    copies.run.barrier()
+    write("in flight")
+    copies.run.barrier()
+    write("before the wait")
+    copies.wait(everything=True)
+    write("behind the wait")
+    copies.run.barrier()
+    write("after")
+    assert [kind for kind, _ in copies.run.problems()] == ["race"] * found
+
+
+@pytest.mark.parametrize(("writers", "found"), [(t < 8, 1), ((t >= 8) & (t < 40), 0), (t >= 40, 0)])
+def test_only_copies_in_flight_read_the_source(writers, found):
+    """Lanes below 8 do not wait, lanes from 40 on do, and those between take nothing."""
+    copies = Copies(written=frozenset({0}))
+    copies.issue(1, filled=np.where(t < 4, 5, np.where((t < 8) | (t >= 40), 16, 0)))
+    copies.run.barrier()
+    copies.wait(mask=t >= 40, everything=True)
+    copies.run.barrier()
+    copies.run.write(2, 0, 16 * (lane ^ 1), mask=writers)
+    assert [kind for kind, _ in copies.run.problems()] == ["race"] * found
+
+
+def test_a_source_that_nothing_writes_is_not_logged():
+    copies = Copies()
+    copies.issue(1)
+    copies.run.barrier()
+    copies.wait(everything=True)
+    assert [access.domain.space for access in copies.run.M.log.entries] == ["shared"]
+    copies.run.barrier()
+    assert copies.run.problems() == []
 
 
 def test_the_target_of_a_copy_is_checked():

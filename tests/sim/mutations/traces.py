@@ -22,10 +22,11 @@ from cupyllm.backend.base import KernelSpec, Launch, Spec, Tensor
 from cupyllm.backend.eager import Session, spoil
 from cupyllm.backend.record import Recorder, arena_layout, place
 from cupyllm.backend.sim import SimBackend
-from cupyllm.ops import adamw, grad_norm, rope
+from cupyllm.ops import rope
 from cupyllm.ops.cases import draw, draw_cotangents, op_attrs
 from cupyllm.ops.op import Case, Op
 from cupyllm.sim.memory import DEVICE_BASE
+from cupyllm.simcheck.ops import record_adamw, record_grad_norm
 
 AMPERE = str(Path(__file__).parent.parent / "kernels" / "ampere.cu")
 Call = Callable[[Session, Recorder], None]  # puts arrays on the device and records
@@ -191,22 +192,11 @@ def _floats(shape: int | Sequence[int], seed: int = 0) -> np.ndarray:
 
 
 def _adamw(size: int, p16: str | None) -> Call:
-    def call(session: Session, rec: Recorder) -> None:
-        p, g, m, v = (session.put(np.abs(_floats(size, seed))) for seed in range(4))
-        numbers = adamw.pack_scalars(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=2)
-        out = session.empty(Spec((size,), p16)) if p16 else None
-        adamw.adamw(rec, p, g, m, v, session.put(numbers), out)
-
-    return call
+    return lambda session, rec: record_adamw(session, rec, size, p16)
 
 
 def _grad_norm(size: int) -> Call:
-    def call(session: Session, rec: Recorder) -> None:
-        g = session.put(_floats(size))
-        grad_norm.sum_of_squares(rec, g, session.empty(Spec((3,), "float64")), slot=1)
-        grad_norm.scale(rec, g, session.put(grad_norm.as_factor(0.5)))
-
-    return call
+    return lambda session, rec: record_grad_norm(session, rec, size)
 
 
 def _rope_table(rows: int, half: int) -> Call:
