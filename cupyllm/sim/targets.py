@@ -239,7 +239,7 @@ class Targets:
         if kind != "out-of-bounds" or not 0 <= offset < extent.nbytes:
             return text
         if not self.memory.holds(extent.address, extent.nbytes):
-            return f"{text}, whose memory was freed"
+            return f"{text}, in memory that was freed"
         return text if offset + size <= extent.nbytes else names.crossing(text, offset, extent.nbytes, size)
 
 

@@ -268,7 +268,7 @@ def test_freed_memory(sim: SimBackend) -> None:
 
 
 def test_an_endless_loop_ends() -> None:
-    with new_simulator(budget=20_000) as backend, Session(backend) as session:
+    with new_simulator(budget=1_000_000) as backend, Session(backend) as session:
         y = session.put(np.zeros(2, np.float32))
         text = found(session, "spin", 1, 32, y)
         assert "budget" in text and "spin" in text

@@ -296,7 +296,7 @@ def test_null_empty_and_freed_arguments():
         run.read(4, 0, 4 * t, origin=None)
         run.write(5, 0, 4 * t)
         lines = run.lines()
-        assert len(lines) == 3 and "reads x0[0,0] at a.cu:3, whose memory was freed" in lines[0]
+        assert len(lines) == 3 and "reads x0[0,0] at a.cu:3, in memory that was freed" in lines[0]
         assert "which is in no live allocation" in lines[1]
 
 
