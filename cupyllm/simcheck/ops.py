@@ -121,7 +121,7 @@ def _adamw(backend: Backend, size: int, dtype: str) -> None:
     with Session(backend) as session:
         p, g, m, v = (session.put(values, name) for name in "pgmv")
         copy = session.empty(Spec((size,), dtype), "p16_out") if dtype == "bfloat16" else None
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         adamw.adamw(rec, p, g, m, v, session.put(scalars, "scalars"), copy)
         session.execute(rec)
 
@@ -130,7 +130,7 @@ def _grad_norm(backend: Backend, size: int, dtype: str) -> None:
     with Session(backend) as session:
         g = session.put(np.linspace(-1, 1, size).astype(NUMPY_DTYPE[dtype]), "g")
         out = session.empty(Spec((2,), "float64"), "out")
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         grad_norm.sum_of_squares(rec, g, out, 1)
         grad_norm.scale(rec, g, session.put(grad_norm.as_factor(0.5), "factor"))
         session.execute(rec)
