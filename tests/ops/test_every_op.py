@@ -46,11 +46,12 @@ def limit(case: Case, dtype: str) -> float:
 
 def test_an_op_is_four_same_named_files() -> None:
     found = {
-        # linear_sm90.cu lies beside linear.cu and belongs to the same op, as does its launcher
+        # linear_sm90.cu lies beside linear.cu and belongs to the same op, as do its launcher and its tests
         "cu": {re.sub(r"_sm\d+$", "", path.stem) for path in (PACKAGE / "cu").glob("*.cu")},
         "ops": {re.sub(r"_sm\d+$", "", path.stem) for path in (PACKAGE / "ops").glob("*.py")} - NOT_OPS["ops"],
         "reference": {path.stem for path in (PACKAGE / "reference").glob("*.py")} - NOT_OPS["reference"],
-        "tests": {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")} - NOT_OPS["tests"],
+        "tests": {re.sub(r"_sm\d+$", "", path.stem.removeprefix("test_")) for path in TESTS.glob("test_*.py")}
+        - NOT_OPS["tests"],
     }
     every = set().union(*found.values())
     missing = {folder: sorted(every - names) for folder, names in found.items() if every - names}
