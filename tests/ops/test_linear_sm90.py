@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyllm import ops
+from cupyllm import graph, ops
 from cupyllm.backend import nvrtc
 from cupyllm.backend.base import NUMPY_DTYPE, Spec, Tensor, TensorMap, fixed
 from cupyllm.backend.compile import flatten
 from cupyllm.backend.eager import Session, run_op
-from cupyllm.backend.record import Recorder
+from cupyllm.backend.null import NullBackend
+from cupyllm.backend.program import Program
+from cupyllm.backend.record import Recorder, arena_layout
+from cupyllm.backend.record import place as arena_place
+from cupyllm.config import published
 from cupyllm.errors import InputError
+from cupyllm.model.decoder import layer_nodes
+from cupyllm.model.names import layer_params
 from cupyllm.ops import linear_sm90
 from cupyllm.ops.linear_sm90 import FORMS, Choice, Design, choose, design, designs, product
 from cupyllm.ops.op import Case
@@ -253,7 +259,7 @@ def test_forced_and_impossible_is_an_error() -> None:
 def layer_products() -> Iterator[tuple[str, int, int, int]]:
     """Every projection of the three models, and the LM heads, at few and at many rows."""
     for size in tune_linear.SIZES:
-        c = tune_linear.published(size)
+        c = published(size)
         h, f = c.hidden_size, c.intermediate_size
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         for n in (1, 2, 16, 64, 65, 200, 700, 2048, 16384):
@@ -293,6 +299,51 @@ def test_the_table_is_of_one_width_of_gpu() -> None:
     form, shape = next((form, key) for form in LAYER_FORMS for key in linear_sm90.table()[form]["products"])
     m, n, k = (int(part) for part in shape.split())
     assert choose(form, m, n, k, 114).group == linear_sm90.DEFAULT_ORDER[0]
+
+
+def test_a_layer_of_a_real_model_forward_and_backward() -> None:
+    """Every projection's three products are wgmma's, and every map lies inside its own tensor once the arena is laid
+    out and the program is bound."""
+    config, n = published("0.6b"), 200
+    c, half = config.hidden_size, config.head_dim // 2
+    addresses = itertools.count(1 << 40, 1 << 32)
+
+    def tensor(shape: tuple[int, ...], dtype: str = "bfloat16") -> Tensor:
+        return fixed(next(addresses), shape, dtype)
+
+    shapes = layer_params(config)
+    weights = {name: tensor(shape) for name, shape in shapes.items()}
+    values = {"x": tensor((n, c)), "cos": tensor((n, half), "float32"), "sin": tensor((n, half), "float32")}
+    rec, nodes = Recorder(90), layer_nodes(config, 0, 1, n, False)
+    known, saved = graph.forward(rec, nodes, values, weights, {"y": tensor((n, c))})
+    d_params = {name: tensor(shape, "float32") for name, shape in shapes.items()}
+    graph.backward(rec, nodes, known, saved, {"y": tensor((n, c))}, d_params, ["x"], {"x": tensor((n, c))})
+    assert [rec.chosen[node.name] for node in nodes if node.op == "linear"] == ["wgmma"] * 7
+    fast = [launch for launch in rec.launches if launch.kernel.source == FAST]
+    assert len(fast) == 3 * 7 and PLAIN not in {launch.kernel.source for launch in rec.launches}
+
+    base = 1 << 50
+    offsets, total = arena_layout(rec.launches)
+    maps: list[TensorMap] = []
+    Program(
+        arena_place(rec.launches, offsets, base),
+        {launch.kernel: 0 for launch in rec.launches},
+        lambda wanted: (maps.append(wanted), bytes(128))[1],  # type: ignore[func-returns-value]
+    )
+    assert len(maps) == 3 * len(fast)
+    in_arena = [m for m in maps if m.tensor.address >= base]
+    assert in_arena and all(m.tensor.address + m.tensor.nbytes <= base + total for m in in_arena)
+    for m in maps:
+        assert m.tensor.address % 16 == 0 and m.tensor.offset + m.tensor.nbytes <= m.tensor.storage.nbytes
+
+
+def test_the_timer_runs_every_choice_in_turn() -> None:
+    """On a device that does nothing: what is launched, not how long it takes."""
+    backend, choices = NullBackend(90), [Choice(made, 8, 0) for made in designs("dgrad")[:2]]
+    row = tune_linear.Timer(backend).time("dgrad", 512, 1024, 3072, choices, reps=3)
+    assert row["form"] == "dgrad" and list(row["us"]) == [f"{choice.design} 8 0" for choice in choices]
+    sets = -(-(256 << 20) // (2 * (512 * 3072 + 1024 * 3072 + 512 * 1024)))  # operands that are past the L2
+    assert backend.num_launches == 2 * (3 + 1) * sets and backend.live_bytes == 0
 
 
 def test_tuning_keeps_few_designs_and_lists_what_the_model_gets_wrong(capsys: pytest.CaptureFixture[str]) -> None:
