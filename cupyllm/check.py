@@ -298,7 +298,7 @@ def device_layer(
         values = {"x": session.put(x), "cos": session.put(cos), "sin": session.put(sin)}
         weights = {name: session.put(p, name) for name, p in params.items()}
         nodes = layer_nodes(config, 0, 1, tokens, False)
-        rec = Recorder(backend.capability, forced)
+        rec = Recorder.of(backend, forced)
         y = session.empty(Spec(x.shape, x.dtype.name), "y")
         d_x = session.empty(Spec(x.shape, x.dtype.name), "dx")
         known, saved = graph.forward(rec, nodes, values, weights, {"y": y})

@@ -85,6 +85,7 @@ def variants() -> list[dict[str, Any]]:
             "variant": variant.name,
             "source": variant.source,
             "min_capability": variant.min_capability,
+            "max_capability": variant.max_capability,
             "simulated": variant.simulated,
             "note": variant.note,
         }

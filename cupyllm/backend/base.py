@@ -6,7 +6,7 @@ becoming host-bound, and what lets the same launchers drive a GPU, the null back
 simulator. The alternative, launching while walking the graph, pays checks and argument packing on every layer.
 
 Kernel ABI: every integer argument is a 64-bit `long long`, every pointer 64 bits, floats are `float` (np.float32) or
-`double` (np.float64). Tensors are contiguous, row-major and at least 16-byte aligned.
+`double` (np.float64), a TensorMap 128 bytes by value. Tensors are contiguous, row-major and at least 16-byte aligned.
 """
 
 from __future__ import annotations
@@ -106,7 +106,36 @@ def kernel(source: str, name: str, *, dtypes: dict[str, str], **defines: int | s
     return KernelSpec(source, f"{name}_{suffix}" if suffix else name, tuple(macros))
 
 
-Argument = Tensor | int | np.float32 | np.float64 | None  # None is a null pointer
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA descriptor of a whole 2-D tensor, passed by value (128 bytes, `const __grid_constant__`; Hopper and later).
+
+    `box`: rows and columns that one copy moves. Boxes lie in shared memory with rows of 64 or 128 bytes, swizzled over
+    as many. A backend makes the descriptor when it loads the program, since it holds the tensor's address.
+    """
+
+    tensor: Tensor
+    box: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        shape, size = self.tensor.shape, ITEMSIZE[self.tensor.dtype]
+        assert len(shape) == 2 and max(shape) < 2**31, shape  # coordinates are 32-bit
+        assert shape[1] * size % 16 == 0 and self.tensor.offset % 16 == 0, (
+            shape,
+            self.tensor.dtype,
+            self.tensor.offset,
+        )
+        assert 1 <= self.box[0] <= 256 and self.box[1] * size in (64, 128), (self.box, self.tensor)
+
+
+Argument = Tensor | TensorMap | int | np.float32 | np.float64 | None  # None is a null pointer
+
+
+def tensor_of(arg: Argument) -> Tensor | None:
+    """The tensor that an argument names, itself or by a map: what lifetimes and placement are about."""
+    if isinstance(arg, TensorMap):
+        return arg.tensor
+    return arg if isinstance(arg, Tensor) else None
 
 
 @dataclass(frozen=True)
@@ -137,6 +166,7 @@ class Backend(Protocol):
     name: str  # "cuda", "null", "sim"
     device_name: str
     capability: int  # 90 for sm_90
+    num_sms: int  # multiprocessors; persistent kernels launch one CTA on each
 
     def allocate(self, nbytes: int, name: str = "") -> Buffer:
         """Aligned device bytes. Raises OutOfMemory with needed and free bytes."""

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from cupyllm.backend import compile as kernels
-from cupyllm.backend import nvrtc
-from cupyllm.backend.base import KernelSpec, Launch
+from cupyllm.backend import nvrtc, tensor_map
+from cupyllm.backend.base import KernelSpec, Launch, TensorMap
 from cupyllm.backend.nvml import Meter
 from cupyllm.backend.program import Program
 from cupyllm.errors import BackendError, OutOfMemory
@@ -65,6 +65,7 @@ class CudaBackend:
         self._live_bytes = self._peak_bytes = 0
         self._functions: dict[KernelSpec, int] = {}
         self._loaded: list[Any] = []  # modules and kernels whose handles are in use
+        self._driver: Any = None  # libcuda, when a tensor map was asked for
         self._recent: deque[Program] = deque(maxlen=_REMEMBERED_PROGRAMS)
         with self._errors("opening the GPU"):
             self._meter = Meter(runtime.deviceGetPCIBusId(device))
@@ -73,6 +74,7 @@ class CudaBackend:
             self._meter.sample()
         self.device_name = properties["name"].decode()
         self.capability = 10 * properties["major"] + properties["minor"]
+        self.num_sms = int(properties["multiProcessorCount"])
         self.architecture = kernels.architecture(self.capability)
 
     # ---- memory ----
@@ -207,7 +209,12 @@ class CudaBackend:
         cubins = kernels.compile_many(missing, self.architecture)
         for kernel, cubin in cubins.items():
             self._functions[kernel] = self._load_kernel(kernel, str(cubin.path), dynamic[kernel])
-        return Program(launches, self._functions)
+        return Program(launches, self._functions, self._encode)
+
+    def _encode(self, wanted: TensorMap) -> bytes:
+        if self._driver is None:
+            self._driver = tensor_map.driver()
+        return tensor_map.encode(self._driver, wanted)
 
     def _load_kernel(self, kernel: KernelSpec, path: str, dynamic_bytes: int) -> int:
         with self._errors(f"loading {kernel.symbol} from {path}"):

@@ -106,7 +106,7 @@ def run_op(
         x = [None if a is None else session.put(a, f"input{i}") for i, a in enumerate(inputs)]
         w = [session.put(a, f"param{i}") for i, a in enumerate(params)]
         y = [session.empty(spec, f"output{i}") for i, spec in enumerate(op.infer(x, w, attrs))]
-        rec = Recorder(backend.capability, forced)
+        rec = Recorder.of(backend, forced)
         saved = op.forward(rec, x, w, y, attrs)
         dx: list[Tensor | None] = []
         dw: list[Tensor] = []

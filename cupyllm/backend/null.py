@@ -14,6 +14,7 @@ import numpy as np
 
 from cupyllm.backend.base import ALIGNMENT, Launch
 from cupyllm.backend.program import Program
+from cupyllm.backend.record import DEFAULT_SMS
 
 _FIRST_ADDRESS = 1 << 40
 _DEVICE_BYTES = 80 << 30
@@ -45,6 +46,7 @@ class NullBackend:
 
     def __init__(self, capability: int = 80) -> None:
         self.capability = capability
+        self.num_sms = DEFAULT_SMS
         self.num_launches = 0
         self.live_bytes = 0
         self._peak_bytes = 0

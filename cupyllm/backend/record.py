@@ -12,7 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from cupyllm.backend.base import ALIGNMENT, Argument, KernelSpec, Launch, Spec, Storage, Tensor
+from cupyllm.backend.base import (
+    ALIGNMENT,
+    Argument,
+    Backend,
+    KernelSpec,
+    Launch,
+    Spec,
+    Storage,
+    Tensor,
+    TensorMap,
+    tensor_of,
+)
+
+DEFAULT_SMS = 132  # of an H100 or H200, where nothing is going to run
 
 
 def align(nbytes: int) -> int:
@@ -21,14 +34,21 @@ def align(nbytes: int) -> int:
 
 
 class Recorder:
-    """Collects launches in order. `capability` and `forced` decide which variant of an op is taken."""
+    """Collects launches in order. `capability` and `forced` decide which variant of an op is taken, `num_sms` how many
+    CTAs a persistent kernel gets."""
 
-    def __init__(self, capability: int, forced: dict[str, str] | None = None) -> None:
+    def __init__(self, capability: int, forced: dict[str, str] | None = None, num_sms: int = DEFAULT_SMS) -> None:
         self.capability = capability
+        self.num_sms = num_sms
         self.forced = forced or {}
         self.launches: list[Launch] = []
         self.chosen: dict[str, str] = {}  # node -> variant, for the log
         self.node = ""
+
+    @classmethod
+    def of(cls, backend: Backend, forced: dict[str, str] | None = None) -> Recorder:
+        """For launches that this backend will run."""
+        return cls(backend.capability, forced, backend.num_sms)
 
     def empty(self, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
         """An arena tensor; its content is undefined until a recorded launch writes it."""
@@ -69,9 +89,10 @@ def arena_layout(launches: Iterable[Launch], keep: Iterable[Tensor] = ()) -> tup
     for index, launch in enumerate(launches):
         count = index + 1
         for arg in launch.args:
-            if isinstance(arg, Tensor) and arg.storage.address is None:
-                first.setdefault(arg.storage, index)
-                last[arg.storage] = index
+            tensor = tensor_of(arg)
+            if tensor is not None and tensor.storage.address is None:
+                first.setdefault(tensor.storage, index)
+                last[tensor.storage] = index
     for tensor in keep:
         if tensor.storage in first:
             last[tensor.storage] = count
@@ -97,6 +118,8 @@ def place(launches: Sequence[Launch], offsets: dict[Storage, int], base: int) ->
     moved = {storage: Storage(storage.nbytes, base + offset, storage.name) for storage, offset in offsets.items()}
 
     def bound(arg: Argument) -> Argument:
+        if isinstance(arg, TensorMap) and arg.tensor.storage in moved:
+            return replace(arg, tensor=replace(arg.tensor, storage=moved[arg.tensor.storage]))
         if isinstance(arg, Tensor) and arg.storage in moved:
             return replace(arg, storage=moved[arg.storage])
         return arg

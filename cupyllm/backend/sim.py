@@ -25,7 +25,7 @@ import numpy as np
 
 from cupyllm.backend import compile as kernels
 from cupyllm.backend import nvrtc
-from cupyllm.backend.base import Argument, KernelSpec, Launch, Tensor
+from cupyllm.backend.base import Argument, KernelSpec, Launch, Tensor, TensorMap
 from cupyllm.errors import BackendError
 from cupyllm.hostmem import available_bytes
 from cupyllm.ops.op import SIMULATED_CAPABILITY
@@ -75,6 +75,7 @@ class SimBackend:
     name = "sim"
     device_name = "PTX simulator (NumPy)"
     capability = SIMULATED_CAPABILITY
+    num_sms = 108  # an A100's; simulated CTAs run one batch after another anyway
 
     def __init__(
         self,
@@ -254,6 +255,8 @@ def _kind(arg: Argument) -> tuple[str, int, tuple[str, ...]]:
         return "a float32", 4, ("f32", "b32")
     if isinstance(arg, np.float64):
         return "a float64", 8, ("f64", "b64")
+    if isinstance(arg, TensorMap):
+        return f"a tensor map, which sm_{SIMULATED_CAPABILITY} does not have", 0, ()
     if arg is None or isinstance(arg, Tensor):
         return "a pointer", 8, ("u64", "b64")
     if isinstance(arg, (int, np.integer)) and not isinstance(arg, bool):

@@ -32,11 +32,15 @@ def run(*, variants: bool, clean: bool, as_json: bool) -> int:
 def _variant_lines(table: list[dict[str, Any]]) -> list[str]:
     rows = [("op", "variant", "file", "from", "simulated", "note")]
     rows += [
-        (v["op"], v["variant"], v["source"], f"sm_{v['min_capability']}", "yes" if v["simulated"] else "no", v["note"])
-        for v in table
+        (v["op"], v["variant"], v["source"], _from(v), "yes" if v["simulated"] else "no", v["note"]) for v in table
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
+
+
+def _from(variant: dict[str, Any]) -> str:
+    only = " only" if variant["max_capability"] == variant["min_capability"] else ""
+    return f"sm_{variant['min_capability']}{only}"
 
 
 def _report_lines(report: dict[str, Any]) -> list[str]:

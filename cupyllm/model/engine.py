@@ -325,7 +325,7 @@ class DeviceEngine:
             return state.space.programs[key]
         nodes = layer_nodes(self.config, index, state.batch, state.tokens, state.segments)
         params = lay.tensors(address)
-        rec = Recorder(self.backend.capability, self.forced)
+        rec = Recorder.of(self.backend, self.forced)
         source = state.x[0] if backward else state.x[parity]
         values = {"x": source, "cos": state.cos, "sin": state.sin}
         if state.segment_ids is not None:
@@ -388,7 +388,7 @@ class DeviceEngine:
         with Space(self.backend) as scratch:
             table = scratch.put(rows)
             index = scratch.put(batch.inverse)
-            rec = Recorder(self.backend.capability, self.forced)
+            rec = Recorder.of(self.backend, self.forced)
             rope_op.rope_table(rec, state.positions, state.frequencies, factor, state.cos, state.sin)
             node = Node("embed_tokens", "embedding", ("ids",), ("x",), ("table",), {"dtype": self.dtype})
             graph.forward(rec, [node], {"ids": index}, {"table": table}, {"x": state.x[0]})
@@ -410,7 +410,7 @@ class DeviceEngine:
             table = scratch.put(np.zeros((count, self.config.hidden_size), np.float32))
             grad = scratch.tensor((count, self.config.hidden_size), "float32")
             node = Node("embed_tokens", "embedding", ("ids",), ("x",), ("table",), {"dtype": self.dtype})
-            rec = Recorder(self.backend.capability, self.forced)
+            rec = Recorder.of(self.backend, self.forced)
             known, saved = graph.forward(rec, [node], {"ids": index}, {"table": table})
             graph.backward(rec, [node], known, saved, {"x": d_x}, {"table": grad})
             self.backend.run(scratch.load(rec))
@@ -494,7 +494,7 @@ class DeviceEngine:
                 stop = min(start + state.chunk, rows)
                 values, bind = self._chunk_values(state, x, start, stop)
                 bind["normed"] = out.rows(0, stop - start)
-                rec = Recorder(self.backend.capability, self.forced)
+                rec = Recorder.of(self.backend, self.forced)
                 graph.forward(rec, self._head_nodes(), values, params, bind)
                 self.backend.run(self._load(state, rec), self.compute)
                 self.backend.synchronize()
@@ -540,7 +540,7 @@ class DeviceEngine:
         for start in range(0, state.rows, state.chunk):
             stop = min(start + state.chunk, state.rows)
             values, bind = self._chunk_values(state, x, start, stop)
-            rec = Recorder(self.backend.capability, self.forced)
+            rec = Recorder.of(self.backend, self.forced)
             known, saved = graph.forward(rec, nodes, values, params, bind)
             d_loss = {"loss": state.d_losses.rows(start, stop)}
             target = {"x": state.dx[0].rows(start, stop)}

@@ -230,7 +230,7 @@ class DeviceRunner:
         return logits
 
     def _recorder(self) -> Recorder:
-        return Recorder(self.backend.capability, self.engine.forced)
+        return Recorder.of(self.backend, self.engine.forced)
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

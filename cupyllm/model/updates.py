@@ -39,7 +39,7 @@ class Updates:
             piece = flat[at : at + self.size]
             key = ("sum", piece.size)
             if key not in self.space.programs:
-                rec = Recorder(self.backend.capability, self.forced)
+                rec = Recorder.of(self.backend, self.forced)
                 grad_norm_op.sum_of_squares(rec, self.g.rows(0, piece.size), self.sum)
                 self.space.programs[key] = self.space.load(rec)
             self.backend.upload(self.g.address, piece)
@@ -59,7 +59,7 @@ class Updates:
             count = pieces[0].size
             key = ("adamw", count)
             if key not in self.space.programs:
-                rec = Recorder(self.backend.capability, self.forced)
+                rec = Recorder.of(self.backend, self.forced)
                 p, g, dm, dv = (t.rows(0, count) for t in device)
                 adamw_op.adamw(rec, p, g, dm, dv, self.scalars)
                 self.space.programs[key] = self.space.load(rec)

@@ -1,4 +1,4 @@
-"""Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu.
+"""Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu, on Hopper cu/linear_sm90.cu.
 
 Shapes: N rows, K in, M out; weight [M,K] as Hugging Face stores it. x and its gradient are in the activation dtype, y
 and its gradient too unless attr "out_dtype" names another (the LM head's float32 logits), weight and bias in any weight
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cupyllm.backend.base import ITEMSIZE, KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
+from cupyllm.ops import linear_sm90
 from cupyllm.ops.op import ACTIVATION_DTYPES, WEIGHT_DTYPES, Attrs, Case, Cost, Op, Variant, check
 
 TILE = 64  # rows and columns of a block's tile, as in cu/linear.cu
@@ -18,11 +19,25 @@ THREADS = 256
 COLUMNS = 32  # columns of a block of the bias gradient
 
 
+def _fits_wgmma(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
+    return linear_sm90.fits(inputs, params)
+
+
 class Linear(Op):
     """inputs (x [N,K]), params (weight [M,K], optionally bias [M]) -> (y [N,M])."""
 
     name = "linear"
-    variants = (Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),)
+    variants = (
+        Variant(
+            "wgmma",
+            linear_sm90.SOURCE,
+            90,
+            90,
+            _fits_wgmma,
+            note="tensor cores; bfloat16, M and K multiples of 8, else plain; bits independent of N",
+        ),
+        Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),
+    )
     differentiable = (True,)
 
     def infer(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> list[Spec]:
@@ -55,8 +70,11 @@ class Linear(Op):
         x, weight, y = inputs[0], params[0], outputs[0]
         assert x is not None
         bias = params[1] if len(params) == 2 else None
+        if variant.name == "wgmma":
+            linear_sm90.product(rec, "forward" if y.dtype == "bfloat16" else "head", x, weight, y, bias)
+            return x, weight
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
-        run = _kernel("linear_forward", variant.source, x, weight, y)
+        run = _kernel("linear_forward", x, weight, y)
         grid = _tiles(num_rows) * _tiles(num_cols)
         rec.launch(run, grid, THREADS, x, weight, bias, y, num_rows, num_cols, depth)
         return x, weight
@@ -73,18 +91,22 @@ class Linear(Op):
     ) -> None:
         (x, weight), d_y, d_x = saved, d_outputs[0], d_inputs[0]
         assert x is not None and weight is not None and d_y is not None
-        source = self.select(rec, [x], [weight], attrs).source
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
+        wgmma = self.select(rec, [x], [weight], attrs).name == "wgmma" and linear_sm90.fits_backward(num_rows, d_y)
         shape = (num_rows, num_cols, depth)
-        if d_x is not None:
-            run = _kernel("linear_dgrad", source, x, weight, d_y)
+        if d_x is not None and wgmma:
+            linear_sm90.product(rec, "dgrad", d_y, weight, d_x)
+        elif d_x is not None:
+            run = _kernel("linear_dgrad", x, weight, d_y)
             rec.launch(run, _tiles(num_rows) * _tiles(depth), THREADS, d_y, weight, d_x, *shape)
-        if d_params[0] is not None:
-            run = _kernel("linear_wgrad", source, x, weight, d_y)
+        if d_params[0] is not None and wgmma:
+            linear_sm90.product(rec, "wgrad", d_y, x, d_params[0], accumulate=accumulate)
+        elif d_params[0] is not None:
+            run = _kernel("linear_wgrad", x, weight, d_y)
             grid = _tiles(num_cols) * _tiles(depth)
             rec.launch(run, grid, THREADS, d_y, x, d_params[0], *shape, int(accumulate))
         if len(d_params) == 2 and d_params[1] is not None:
-            run = _kernel("linear_bgrad", source, x, weight, d_y)
+            run = _kernel("linear_bgrad", x, weight, d_y)
             grid = -(-num_cols // COLUMNS)
             rec.launch(run, grid, THREADS, d_y, d_params[1], num_rows, num_cols, int(accumulate))
 
@@ -110,6 +132,9 @@ class Linear(Op):
             "tile+1": (65, 65, 129),
             "row": (1, 130, 40),
             "rows": (130, 1, 17),
+            "eights": (3, 24, 40),
+            "eights, one row": (1, 136, 8),
+            "eights, tile+8": (65, 72, 136),
         }
         biased = {"bias": (5, 33, 18), "bias one": (1, 1, 1), "bias rows": (9, 33, 4)}
         model = {
@@ -126,8 +151,8 @@ class Linear(Op):
         ]
 
 
-def _kernel(name: str, source: str, x: Spec, weight: Spec, y: Spec) -> KernelSpec:
-    return kernel(source, name, dtypes={"X_T": x.dtype, "W_T": weight.dtype, "Y_T": y.dtype})
+def _kernel(name: str, x: Spec, weight: Spec, y: Spec) -> KernelSpec:
+    return kernel("linear.cu", name, dtypes={"X_T": x.dtype, "W_T": weight.dtype, "Y_T": y.dtype})
 
 
 def _tiles(extent: int) -> int:

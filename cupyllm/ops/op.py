@@ -27,13 +27,18 @@ class Variant:
     name: str  # "plain"
     source: str  # "linear.cu"
     min_capability: int = 80
+    max_capability: int | None = None  # of code for one architecture only (sm_90a); None: every later one
     fits: Callable[[Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda inputs, params, attrs: True
     note: str = ""  # one line for `doctor --variants`
+
+    def runs_on(self, capability: int) -> bool:
+        """Whether devices of this compute capability can run it."""
+        return self.min_capability <= capability <= (capability if self.max_capability is None else self.max_capability)
 
     @property
     def simulated(self) -> bool:
         """Whether `--backend sim` can run it."""
-        return self.min_capability <= SIMULATED_CAPABILITY
+        return self.runs_on(SIMULATED_CAPABILITY)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Op:
         for variant in self.variants:
             if forced is not None and variant.name != forced:
                 continue
-            if variant.min_capability <= rec.capability and variant.fits(present, params, attrs):
+            if variant.runs_on(rec.capability) and variant.fits(present, params, attrs):
                 rec.chosen[rec.node or self.name] = variant.name
                 return variant
         names = ", ".join(v.name for v in self.variants)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyllm.backend.base import ITEMSIZE, Argument, Launch, Tensor
+from cupyllm.backend.base import ITEMSIZE, Argument, Launch, Tensor, TensorMap
 from cupyllm.errors import BackendError
 from cupyllm.sim import warp
 from cupyllm.sim.access import LaunchMemory
@@ -158,6 +158,7 @@ def _pack(kernel: Kernel, args: Sequence[Argument]) -> Array:
     packed = np.zeros(size, np.uint8)
     for parameter, arg in zip(kernel.parameters, args, strict=True):
         place = packed[parameter.offset : parameter.offset + parameter.nbytes]
+        assert not isinstance(arg, TensorMap), "refused when the program was loaded"
         if isinstance(arg, Tensor):
             value: Any = np.uint64(arg.address)
         elif arg is None:

@@ -127,7 +127,7 @@ def _run(backend: Backend, op: Op, variant: str, case: Case, dtype: str) -> None
 def _outside(name: str, backend: Backend, dtype: str) -> Iterator[_Call]:
     def run(size: int) -> None:
         with Session(backend) as session:
-            rec = Recorder(backend.capability)
+            rec = Recorder.of(backend)
             _LAUNCHERS[name](session, rec, size, dtype)
             session.execute(rec)
 

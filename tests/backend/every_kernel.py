@@ -11,7 +11,7 @@ from functools import lru_cache
 from cupyllm import ops
 from cupyllm.backend.base import KernelSpec, Launch, Spec, Tensor, fixed
 from cupyllm.backend.record import Recorder
-from cupyllm.ops import adamw, grad_norm, rope
+from cupyllm.ops import adamw, grad_norm, linear_sm90, rope
 from cupyllm.ops.cases import FLOAT_DTYPES, op_attrs, specs
 from cupyllm.ops.op import Case, Op, Variant
 from tests.ops.opcheck import DTYPE_PAIRS
@@ -32,9 +32,11 @@ def every_kernel(capability: int) -> dict[KernelSpec, Use]:
     for name in ops.GRAPH_OPS:
         op = ops.get(name)
         for variant in op.variants:
-            if variant.min_capability <= capability:
+            if variant.runs_on(capability):
                 _note(found, variant.name, _of_variant(op, variant, capability))
     _note(found, "plain", _outside_the_graph(capability))
+    if any(variant.name == "wgmma" and variant.runs_on(capability) for variant in ops.get("linear").variants):
+        _note(found, "wgmma", every_design(capability))
     return found
 
 
@@ -55,6 +57,19 @@ def record_case(rec: Recorder, op: Op, case: Case, dtype: str, weight_dtype: str
     d_y = [tensor(t) if t.dtype in FLOAT_DTYPES else None for t in y]
     d_x = [tensor(t) if t is not None and op.differentiable[i] else None for i, t in enumerate(x)]
     op.backward(rec, saved, d_y, d_x, [tensor(Spec(t.shape, "float32")) for t in w], attrs, accumulate)
+
+
+def every_design(capability: int = 90) -> list[Launch]:
+    """A product by each of linear's wgmma designs, whichever the chooser would take."""
+    rec = Recorder(capability)
+    for form, (a_mn, b_mn, dtype) in linear_sm90.FORMS.items():
+        for design in linear_sm90.designs(form):
+            rows, cols, depth = 72, 136, 24
+            a = tensor(Spec((depth, rows) if a_mn else (rows, depth), "bfloat16"))
+            b = tensor(Spec((depth, cols) if b_mn else (cols, depth), "bfloat16"))
+            choice = linear_sm90.Choice(design, *linear_sm90.DEFAULT_ORDER)
+            linear_sm90.product(rec, form, a, b, tensor(Spec((rows, cols), dtype)), choice=choice)
+    return rec.launches
 
 
 def _note(found: dict[KernelSpec, Use], variant: str, launches: Iterable[Launch]) -> None:
@@ -85,7 +100,8 @@ def _outside_the_graph(capability: int) -> list[Launch]:
     table = Spec((100, 64), "float32")
     positions = tensor(Spec((100,), "int32"))
     rope.rope_table(rec, positions, tensor(Spec((64,), "float32")), 1.0, tensor(table), tensor(table))
-    # The LM head: float32 logits from bfloat16 activations.
+    # The LM head: float32 logits from bfloat16 activations. (wgmma's are among every_design.)
+    rec.forced = {"linear": "plain"}
     linear = ops.get("linear")
     for weight_dtype in ("float32", "bfloat16", "float16"):
         x, w = tensor(Spec((3, 64), "bfloat16")), tensor(Spec((320, 64), weight_dtype))

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyllm.backend.base import ALIGNMENT, Launch, Tensor
+from cupyllm.backend.base import ALIGNMENT, Launch, Tensor, TensorMap
+from cupyllm.backend.record import DEFAULT_SMS
 from cupyllm.errors import BackendError, OutOfMemory
 from tests.hostcuda.build import build
 
@@ -123,7 +124,7 @@ class HostBackend:
         deferred: bool = False,
         memory_bytes: int | None = None,
     ) -> None:
-        self.capability = capability
+        self.capability, self.num_sms = capability, DEFAULT_SMS
         self.descending = descending
         self.deferred = deferred
         self.memory_bytes = memory_bytes
@@ -277,6 +278,7 @@ class HostBackend:
                 given += "d"
                 values[i : i + 1].view(np.float64)[0] = arg
             else:
+                assert not isinstance(arg, TensorMap), f"{where}: the emulator has no tensor maps"
                 assert isinstance(arg, (int, np.integer)) and not isinstance(arg, bool), (
                     f"{where}: argument {i} is {arg!r}"
                 )

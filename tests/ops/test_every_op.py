@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from importlib import import_module
@@ -14,7 +15,7 @@ from cupyllm import ops
 from cupyllm.backend.base import Backend, Spec
 from cupyllm.backend.record import Recorder
 from cupyllm.ops.cases import op_attrs, specs
-from cupyllm.ops.op import SIMULATED_CAPABILITY, Case, Cost, InferenceOp, Variant
+from cupyllm.ops.op import ACTIVATION_DTYPES, SIMULATED_CAPABILITY, Case, Cost, InferenceOp, Variant
 from tests.ops import opcheck
 from tests.simulated import left_out
 
@@ -45,11 +46,12 @@ def limit(case: Case, dtype: str) -> float:
 
 def test_an_op_is_four_same_named_files() -> None:
     found = {
-        # linear_sm90.cu lies beside linear.cu and belongs to the same op
+        # linear_sm90.cu lies beside linear.cu and belongs to the same op, as do its launcher and its tests
         "cu": {re.sub(r"_sm\d+$", "", path.stem) for path in (PACKAGE / "cu").glob("*.cu")},
-        "ops": {path.stem for path in (PACKAGE / "ops").glob("*.py")} - NOT_OPS["ops"],
+        "ops": {re.sub(r"_sm\d+$", "", path.stem) for path in (PACKAGE / "ops").glob("*.py")} - NOT_OPS["ops"],
         "reference": {path.stem for path in (PACKAGE / "reference").glob("*.py")} - NOT_OPS["reference"],
-        "tests": {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")} - NOT_OPS["tests"],
+        "tests": {re.sub(r"_sm\d+$", "", path.stem.removeprefix("test_")) for path in TESTS.glob("test_*.py")}
+        - NOT_OPS["tests"],
     }
     every = set().union(*found.values())
     missing = {folder: sorted(every - names) for folder, names in found.items() if every - names}
@@ -103,7 +105,7 @@ def test_forward_and_backward_match_the_reference(backend: Backend, op: str, cas
     present = [spec for spec in inputs if spec is not None]
     ran = 0
     for variant in instance.variants:
-        if variant.min_capability > backend.capability or not variant.fits(present, params, op_attrs(op, case, dtype)):
+        if not variant.runs_on(backend.capability) or not variant.fits(present, params, op_attrs(op, case, dtype)):
             continue
         opcheck.check(backend, op, case, dtype, limit=limit(case, dtype), forced={op: variant.name})
         ran += 1
@@ -115,7 +117,7 @@ def test_forward_and_backward_match_the_reference(backend: Backend, op: str, cas
 def test_the_simulator_runs_every_variant_it_can_at_several_shapes(op: str, variant: Variant, dtype: str) -> None:
     """The test above leaves none of them out there: one element, an odd shape, and both sides of a tile's edge."""
     if not variant.simulated:
-        assert variant.min_capability > SIMULATED_CAPABILITY  # `doctor --variants` lists it as not simulated
+        assert not variant.runs_on(SIMULATED_CAPABILITY)  # `doctor --variants` lists it as not simulated
         return
     name = test_forward_and_backward_match_the_reference.__name__
     run = []
@@ -135,11 +137,11 @@ def test_every_kernel_of_a_variant_is_reached(op: str, variant: Variant) -> None
     """By the small cases, so that nothing is shipped that the test above does not run."""
     source = (PACKAGE / "cu" / variant.source).read_text(encoding="utf-8")
     reached: set[str] = set()
-    for case in opcheck.small_cases(op):
-        inputs, params = specs(case)
-        if not variant.fits([spec for spec in inputs if spec is not None], params, case.attrs):
+    for case, dtype in itertools.product(opcheck.small_cases(op), ACTIVATION_DTYPES):
+        inputs, params = specs(case, dtype)
+        if not variant.fits([spec for spec in inputs if spec is not None], params, op_attrs(op, case, dtype)):
             continue
-        rec = opcheck.record(op, case, forced={op: variant.name}, capability=variant.min_capability)
+        rec = opcheck.record(op, case, dtype, forced={op: variant.name}, capability=variant.min_capability)
         assert set(rec.chosen.values()) == {variant.name}
         reached |= {
             name
