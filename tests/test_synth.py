@@ -233,9 +233,10 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from cupyllm import synth
 from tests.casekit_checkpoint import tiny_config
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
 def slowly(done, total):
     print("writing", flush=True)
     time.sleep(0.1)
