@@ -60,7 +60,8 @@ def section() -> str:
     layer = spine["commands"]["grad-check, layer of Qwen3-32B, float32"]["result"]["layer"]["errors"]
     worst = max(layer, key=lambda name: layer[name])
     lines = [
-        f"Measured on one {bf16['device']} with {spine['cpus']} CPU cores, {spine['date']}, with the plain kernels; "
+        f"Measured on one {bf16['device']} with {spine['cpus']} CPU cores, {spine['date']}, "
+        "with bfloat16 products by wgmma and the plain kernels for the rest; "
         "each row is a process of its own, from start to exit.",
         "",
         *commands_table(spine),
