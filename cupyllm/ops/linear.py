@@ -8,7 +8,7 @@ dtype, their gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cupyllm.backend.base import ITEMSIZE, KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
@@ -110,7 +110,8 @@ class Linear(Op):
         (x, weight), d_y, d_x = saved, d_outputs[0], d_inputs[0]
         assert x is not None and weight is not None and d_y is not None
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
-        name, product = self.select(rec, [x], [weight], attrs).name, None  # how a tensor-core variant makes a product
+        name = self.select(rec, [x], [weight], attrs).name
+        product: Callable[..., None] | None = None  # of a variant for tensor cores
         if name == "wgmma" and linear_sm90.fits_backward(num_rows, d_y):
             product = linear_sm90.product
         elif name == "mma" and linear_mma.fits_backward(d_y):

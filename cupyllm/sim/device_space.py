@@ -170,8 +170,8 @@ class DeviceSpace:
         elif value.shape != index.shape:
             where = np.broadcast_to(index, np.broadcast_shapes(index.shape, value.shape))
         watched = self.check and (target.region is not None or bool(target.within))
-        before = data.take(index, mode="clip") if watched else None
-        try:
+        try:  # both raise it: of a tensor smaller than the access the view is empty
+            before = data.take(index, mode="clip") if watched else None
             data[where] = what
         except IndexError:
             return False

@@ -267,6 +267,12 @@ def test_a_vector_over_the_end():
     assert "reads x0[4] at a.cu:1, 16 bytes that run over its end (24 bytes)" in run.lines()[0]
 
 
+def test_a_store_wider_than_its_tensor():
+    run = launch(arrays=[np.zeros(1, np.float16)])
+    run.write(1, 0, 0)
+    assert "writes x0[0] at a.cu:1, 4 bytes that run over its end (2 bytes)" in run.lines()[0]
+
+
 def test_bounds_of_several_possible_tensors():
     run = launch(arrays=[X, X + 1000])
     other = run.extents[1].address - run.extents[0].address
