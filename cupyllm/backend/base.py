@@ -167,6 +167,7 @@ class Backend(Protocol):
     device_name: str
     capability: int  # 90 for sm_90
     num_sms: int  # multiprocessors; persistent kernels launch one CTA on each
+    tensor_cores: bool  # whether kernels that use them run here; every GPU from sm_80 has them
 
     def allocate(self, nbytes: int, name: str = "") -> Buffer:
         """Aligned device bytes. Raises OutOfMemory with needed and free bytes."""

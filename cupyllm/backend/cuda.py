@@ -49,6 +49,7 @@ class CudaBackend:
     """Backend (base.py) on one NVIDIA GPU. Raises BackendError when CuPy, NVRTC, driver or device do not do."""
 
     name = "cuda"
+    tensor_cores = True
 
     def __init__(self, device: int = 0) -> None:
         try:

@@ -43,6 +43,7 @@ class NullBackend:
 
     name = "null"
     device_name = "none (host cost only)"
+    tensor_cores = True
 
     def __init__(self, capability: int = 80) -> None:
         self.capability = capability

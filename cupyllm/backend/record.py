@@ -35,10 +35,17 @@ def align(nbytes: int) -> int:
 
 class Recorder:
     """Collects launches in order. `capability` and `forced` decide which variant of an op is taken, `num_sms` how many
-    CTAs a persistent kernel gets."""
+    CTAs a persistent kernel gets. `tensor_cores`: see Backend."""
 
-    def __init__(self, capability: int, forced: dict[str, str] | None = None, num_sms: int = DEFAULT_SMS) -> None:
+    def __init__(
+        self,
+        capability: int,
+        forced: dict[str, str] | None = None,
+        num_sms: int = DEFAULT_SMS,
+        tensor_cores: bool = True,
+    ) -> None:
         self.capability = capability
+        self.tensor_cores = tensor_cores
         self.num_sms = num_sms
         self.forced = forced or {}
         self.launches: list[Launch] = []
@@ -48,7 +55,7 @@ class Recorder:
     @classmethod
     def of(cls, backend: Backend, forced: dict[str, str] | None = None) -> Recorder:
         """For launches that this backend will run."""
-        return cls(backend.capability, forced, backend.num_sms)
+        return cls(backend.capability, forced, backend.num_sms, backend.tensor_cores)
 
     def empty(self, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
         """An arena tensor; its content is undefined until a recorded launch writes it."""

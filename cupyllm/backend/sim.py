@@ -76,6 +76,7 @@ class SimBackend:
     device_name = "PTX simulator (NumPy)"
     capability = SIMULATED_CAPABILITY
     num_sms = 108  # an A100's; simulated CTAs run one batch after another anyway
+    tensor_cores = True
 
     def __init__(
         self,

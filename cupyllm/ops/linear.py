@@ -1,4 +1,5 @@
-"""Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu, on Hopper cu/linear_sm90.cu.
+"""Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu, of bfloat16 on tensor cores
+cu/linear_sm90.cu (Hopper) and cu/linear_mma.cu.
 
 Shapes: N rows, K in, M out; weight [M,K] as Hugging Face stores it. x and its gradient are in the activation dtype, y
 and its gradient too unless attr "out_dtype" names another (the LM head's float32 logits), weight and bias in any weight
@@ -7,11 +8,11 @@ dtype, their gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cupyllm.backend.base import ITEMSIZE, KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
-from cupyllm.ops import linear_sm90
+from cupyllm.ops import linear_mma, linear_sm90
 from cupyllm.ops.op import ACTIVATION_DTYPES, WEIGHT_DTYPES, Attrs, Case, Cost, Op, Variant, check
 
 TILE = 64  # rows and columns of a block's tile, as in cu/linear.cu
@@ -21,6 +22,10 @@ COLUMNS = 32  # columns of a block of the bias gradient
 
 def _fits_wgmma(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
     return linear_sm90.fits(inputs, params)
+
+
+def _fits_mma(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
+    return linear_mma.fits(inputs, params)
 
 
 class Linear(Op):
@@ -34,7 +39,17 @@ class Linear(Op):
             90,
             90,
             _fits_wgmma,
-            note="tensor cores; bfloat16, M and K multiples of 8, else plain; bits independent of N",
+            tensor_cores=True,
+            note="tensor cores; bfloat16, M and K multiples of 8; bits independent of N",
+        ),
+        Variant(
+            "mma",
+            linear_mma.SOURCE,
+            80,
+            None,
+            _fits_mma,
+            tensor_cores=True,
+            note="tensor cores; bfloat16, any shape; bits independent of N",
         ),
         Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),
     )
@@ -73,6 +88,9 @@ class Linear(Op):
         if variant.name == "wgmma":
             linear_sm90.product(rec, "forward" if y.dtype == "bfloat16" else "head", x, weight, y, bias)
             return x, weight
+        if variant.name == "mma":
+            linear_mma.product(rec, "forward" if y.dtype == "bfloat16" else "head", x, weight, y, bias)
+            return x, weight
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
         run = _kernel("linear_forward", x, weight, y)
         grid = _tiles(num_rows) * _tiles(num_cols)
@@ -92,15 +110,20 @@ class Linear(Op):
         (x, weight), d_y, d_x = saved, d_outputs[0], d_inputs[0]
         assert x is not None and weight is not None and d_y is not None
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
-        wgmma = self.select(rec, [x], [weight], attrs).name == "wgmma" and linear_sm90.fits_backward(num_rows, d_y)
+        name = self.select(rec, [x], [weight], attrs).name
+        product: Callable[..., None] | None = None  # of a variant for tensor cores
+        if name == "wgmma" and linear_sm90.fits_backward(num_rows, d_y):
+            product = linear_sm90.product
+        elif name == "mma" and linear_mma.fits_backward(d_y):
+            product = linear_mma.product
         shape = (num_rows, num_cols, depth)
-        if d_x is not None and wgmma:
-            linear_sm90.product(rec, "dgrad", d_y, weight, d_x)
+        if d_x is not None and product is not None:
+            product(rec, "dgrad", d_y, weight, d_x)
         elif d_x is not None:
             run = _kernel("linear_dgrad", x, weight, d_y)
             rec.launch(run, _tiles(num_rows) * _tiles(depth), THREADS, d_y, weight, d_x, *shape)
-        if d_params[0] is not None and wgmma:
-            linear_sm90.product(rec, "wgrad", d_y, x, d_params[0], accumulate=accumulate)
+        if d_params[0] is not None and product is not None:
+            product(rec, "wgrad", d_y, x, d_params[0], accumulate=accumulate)
         elif d_params[0] is not None:
             run = _kernel("linear_wgrad", x, weight, d_y)
             grid = _tiles(num_cols) * _tiles(depth)

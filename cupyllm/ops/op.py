@@ -29,10 +29,13 @@ class Variant:
     min_capability: int = 80
     max_capability: int | None = None  # of code for one architecture only (sm_90a); None: every later one
     fits: Callable[[Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda inputs, params, attrs: True
+    tensor_cores: bool = False  # a device without them (the tests' emulator) takes another
     note: str = ""  # one line for `doctor --variants`
 
-    def runs_on(self, capability: int) -> bool:
+    def runs_on(self, capability: int, tensor_cores: bool = True) -> bool:
         """Whether devices of this compute capability can run it."""
+        if self.tensor_cores and not tensor_cores:
+            return False
         return self.min_capability <= capability <= (capability if self.max_capability is None else self.max_capability)
 
     @property
@@ -125,7 +128,7 @@ class Op:
         for variant in self.variants:
             if forced is not None and variant.name != forced:
                 continue
-            if variant.runs_on(rec.capability) and variant.fits(present, params, attrs):
+            if variant.runs_on(rec.capability, rec.tensor_cores) and variant.fits(present, params, attrs):
                 rec.chosen[rec.node or self.name] = variant.name
                 return variant
         names = ", ".join(v.name for v in self.variants)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from cupyllm import ops
 from cupyllm.backend.base import KernelSpec, Launch, Spec, Tensor, fixed
 from cupyllm.backend.record import Recorder
-from cupyllm.ops import adamw, grad_norm, linear_sm90, rope
+from cupyllm.ops import adamw, grad_norm, linear_mma, linear_sm90, rope
 from cupyllm.ops.cases import FLOAT_DTYPES, op_attrs, specs
 from cupyllm.ops.op import Case, Op, Variant
 from tests.ops.opcheck import DTYPE_PAIRS
@@ -37,6 +37,7 @@ def every_kernel(capability: int) -> dict[KernelSpec, Use]:
     _note(found, "plain", _outside_the_graph(capability))
     if any(variant.name == "wgmma" and variant.runs_on(capability) for variant in ops.get("linear").variants):
         _note(found, "wgmma", every_design(capability))
+    _note(found, "mma", every_mma_design(capability))
     return found
 
 
@@ -72,6 +73,18 @@ def every_design(capability: int = 90) -> list[Launch]:
     return rec.launches
 
 
+def every_mma_design(capability: int = 80) -> list[Launch]:
+    """The same of its mma designs."""
+    rec = Recorder(capability)
+    for form, (a_mn, b_mn, dtype) in linear_mma.FORMS.items():
+        for design in linear_mma.DESIGNS:
+            rows, cols, depth = 72, 136, 24
+            a = tensor(Spec((depth, rows) if a_mn else (rows, depth), "bfloat16"))
+            b = tensor(Spec((depth, cols) if b_mn else (cols, depth), "bfloat16"))
+            linear_mma.product(rec, form, a, b, tensor(Spec((rows, cols), dtype)), choice=design)
+    return rec.launches
+
+
 def _note(found: dict[KernelSpec, Use], variant: str, launches: Iterable[Launch]) -> None:
     for launch in launches:
         before = found.get(launch.kernel, Use(variant, 0))
@@ -100,7 +113,8 @@ def _outside_the_graph(capability: int) -> list[Launch]:
     table = Spec((100, 64), "float32")
     positions = tensor(Spec((100,), "int32"))
     rope.rope_table(rec, positions, tensor(Spec((64,), "float32")), 1.0, tensor(table), tensor(table))
-    # The LM head: float32 logits from bfloat16 activations. (wgmma's are among every_design.)
+    # The LM head: float32 logits from bfloat16 activations. (Those of tensor cores are among
+    # the designs.)
     rec.forced = {"linear": "plain"}
     linear = ops.get("linear")
     for weight_dtype in ("float32", "bfloat16", "float16"):

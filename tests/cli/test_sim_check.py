@@ -493,7 +493,7 @@ def test_bad_ops_are_refused(cli: Cli, options: str, said: str) -> None:
 
 def test_a_variant_of_a_newer_gpu_is_not_simulated(cli: Cli) -> None:
     assert "needs sm_90 and is not simulated" in cli("sim-check", "--op", "linear", "--variant", "wgmma").refused()
-    assert op_checks.variants("linear", None) == ["plain"]
+    assert op_checks.variants("linear", None) == ["mma", "plain"]
 
 
 # ---- README

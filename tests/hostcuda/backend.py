@@ -115,6 +115,7 @@ class HostBackend:
 
     name = "host"
     device_name = "host emulator"
+    tensor_cores = False  # kernels run as C++: no inline PTX
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ NOT_OPS = {
     "tests": {"every_op", "cases"},
 }
 APART = {"rope_table"}  # launched once a batch, outside the graph; tested by its op's own tests
+FASTER = re.compile(r"_(sm\d+|mma)$")
 KERNEL = re.compile(r"^KERNEL\((\w+)\)", re.MULTILINE)
 ALL_CASES = [(op, case) for op in ops.GRAPH_OPS for case in ops.get(op).cases()]
 CASES = [(op, case) for op, case in ALL_CASES if case.size == "small"]
@@ -47,10 +48,10 @@ def limit(case: Case, dtype: str) -> float:
 def test_an_op_is_four_same_named_files() -> None:
     found = {
         # linear_sm90.cu lies beside linear.cu and belongs to the same op, as do its launcher and its tests
-        "cu": {re.sub(r"_sm\d+$", "", path.stem) for path in (PACKAGE / "cu").glob("*.cu")},
-        "ops": {re.sub(r"_sm\d+$", "", path.stem) for path in (PACKAGE / "ops").glob("*.py")} - NOT_OPS["ops"],
+        "cu": {FASTER.sub("", path.stem) for path in (PACKAGE / "cu").glob("*.cu")},
+        "ops": {FASTER.sub("", path.stem) for path in (PACKAGE / "ops").glob("*.py")} - NOT_OPS["ops"],
         "reference": {path.stem for path in (PACKAGE / "reference").glob("*.py")} - NOT_OPS["reference"],
-        "tests": {re.sub(r"_sm\d+$", "", path.stem.removeprefix("test_")) for path in TESTS.glob("test_*.py")}
+        "tests": {FASTER.sub("", path.stem.removeprefix("test_")) for path in TESTS.glob("test_*.py")}
         - NOT_OPS["tests"],
     }
     every = set().union(*found.values())
@@ -105,7 +106,8 @@ def test_forward_and_backward_match_the_reference(backend: Backend, op: str, cas
     present = [spec for spec in inputs if spec is not None]
     ran = 0
     for variant in instance.variants:
-        if not variant.runs_on(backend.capability) or not variant.fits(present, params, op_attrs(op, case, dtype)):
+        able = variant.runs_on(backend.capability, backend.tensor_cores)
+        if not able or not variant.fits(present, params, op_attrs(op, case, dtype)):
             continue
         opcheck.check(backend, op, case, dtype, limit=limit(case, dtype), forced={op: variant.name})
         ran += 1
@@ -127,6 +129,9 @@ def test_the_simulator_runs_every_variant_it_can_at_several_shapes(op: str, vari
         fits = variant.fits(present, params, op_attrs(op, case, dtype))
         if fits and not left_out(name, f"sim-{op}-{case.name}-{dtype}"):
             run.append(case.name)
+    if variant.tensor_cores and dtype != "bfloat16":
+        assert not run, "tensor cores take bfloat16"
+        return
     assert len(run) >= 5, run
     if variant.name == "plain":
         assert any("one" in case for case in run) and any("-1" in case for case in run), run

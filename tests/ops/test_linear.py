@@ -19,14 +19,14 @@ OP = ops.get("linear")
 CASES = opcheck.small_cases("linear")
 
 
-def limits(case: Case, dtype: str, wgmma: bool = False) -> dict[str, float]:
+def limits(case: Case, dtype: str, tensor_cores: bool = False) -> dict[str, float]:
     """Per tensor: its sum's length; parameter gradients are float32 whatever the activations are.
 
-    wgmma's adders cut, by at most 2^-20 of sum |a||b| (test_linear_sm90.py judges each element by that). Of L normal
+    Tensor cores cut sums, by at most 2^-20 of sum |a||b| (test_linear_sm90.py judges each element by that). Of L normal
     terms that sum is 2/pi L where the result is sqrt(L): float32 results may be off by 2^-20 2/pi sqrt(L).
     """
     (num_rows, depth), num_cols = case.inputs[0], case.params[0][0]
-    cut = 2.0**-20 * 2 / np.pi * num_rows**0.5 if wgmma else 0.0
+    cut = 2.0**-20 * 2 / np.pi * num_rows**0.5 if tensor_cores else 0.0
     return {
         "output0": opcheck.tolerance(dtype, depth),
         "d_input0": opcheck.tolerance(dtype, num_cols),
@@ -38,8 +38,8 @@ def limits(case: Case, dtype: str, wgmma: bool = False) -> dict[str, float]:
 @pytest.mark.parametrize("dtypes", opcheck.DTYPE_PAIRS, ids="/".join)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_reference(backend: Backend, case: Case, dtypes: tuple[str, str]) -> None:
-    wgmma = backend.capability == 90 and dtypes == ("bfloat16", "bfloat16")
-    opcheck.check(backend, "linear", case, *dtypes, limit=limits(case, dtypes[0], wgmma))
+    tensor_cores = backend.tensor_cores and dtypes == ("bfloat16", "bfloat16")
+    opcheck.check(backend, "linear", case, *dtypes, limit=limits(case, dtypes[0], tensor_cores))
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])

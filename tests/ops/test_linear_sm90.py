@@ -208,11 +208,11 @@ def taken(n: int, m: int, k: int, dtype: str, weight_dtype: str, capability: int
     case = Case("x", ((n, k),), ((m, k), (m,)), options)
     rec = opcheck.record("linear", case, dtype, weight_dtype, capability=capability)
     sources = [launch.kernel.source for launch in rec.launches]
-    assert rec.chosen == {"linear": "wgmma" if "linear_sm90.cu" in sources else "plain"}
+    assert rec.chosen == {"linear": {FAST: "wgmma", MMA: "mma", PLAIN: "plain"}[sources[0]]}
     return sources
 
 
-FAST, PLAIN = "linear_sm90.cu", "linear.cu"
+FAST, MMA, PLAIN = "linear_sm90.cu", "linear_mma.cu", "linear.cu"
 
 
 def test_bfloat16_products_on_hopper() -> None:
@@ -222,15 +222,13 @@ def test_bfloat16_products_on_hopper() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120, 121])
-def test_other_gpus_have_the_plain_one(capability: int) -> None:
-    assert FAST not in taken(8, 24, 40, "bfloat16", "bfloat16", capability)
+def test_other_gpus_have_mma(capability: int) -> None:
+    assert taken(8, 24, 40, "bfloat16", "bfloat16", capability) == [MMA, MMA, MMA, PLAIN]
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        (8, 24, 41, "bfloat16", "bfloat16"),
-        (8, 20, 40, "bfloat16", "bfloat16"),
         (8, 24, 40, "float32", "bfloat16"),
         (8, 24, 40, "bfloat16", "float32"),
         (8, 24, 40, "bfloat16", "float16"),
@@ -238,6 +236,11 @@ def test_other_gpus_have_the_plain_one(capability: int) -> None:
 )
 def test_what_does_not_fit_is_plain(call: tuple[int, int, int, str, str]) -> None:
     assert taken(*call) == [PLAIN] * 4
+
+
+@pytest.mark.parametrize(("m", "k"), [(24, 41), (20, 40)])
+def test_pitches_that_do_not_fit_are_mma(m: int, k: int) -> None:
+    assert taken(8, m, k, "bfloat16", "bfloat16") == [MMA, MMA, MMA, PLAIN]
 
 
 def test_products_of_one_layer_are_chosen_apart() -> None:

@@ -5,7 +5,8 @@ mutant of one kernel can run alone, on the inputs that its predecessors had made
 later launch, and nothing is computed twice. A recording is itself a check: the kernels as they are give no report.
 
 Cases: all small ones of an op in float32, forward and backward; one of them with accumulated gradients, and without
-each gradient that may be left out; and what is in EXTRA. Other dtypes have no other conditions, but in conversions.
+each gradient that may be left out; and what is in EXTRA. Variants on tensor cores have bfloat16. Other dtypes have no
+other conditions, but in conversions.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ def _paged(name: str, table: str, length: int) -> Case:
 
 ROWS, PAGES = ((3, 8), (3, 8)), ((2, 4, 8), (2, 4, 8))
 
-# Beside the ops' own cases: a bias gradient with more rows than warps, and what launchers keep away from kernels, which
-# bound it all the same.
+# Beside the ops' own cases: a bias gradient with more rows than warps, a sum that goes round the stages of shared
+# memory, rows of tiles in two groups, and what launchers keep away from kernels, which bound it all the same.
 EXTRA = {
-    "linear": [Case("bias, 9 rows", ((9, 4),), ((33, 4), (33,)))],
+    "linear": [
+        Case("bias, 9 rows", ((9, 4),), ((33, 4), (33,))),
+        Case("long", ((3, 520),), ((8, 520),)),
+        Case("ten rows of tiles", ((1, 72),), ((600, 72),)),
+    ],
     "cross_entropy": [Case("labels out of range", ((4, 7), (4,)), kinds=("normal", "values:-5,6,-100,7"))],
     "kv_append": [
         Case(
@@ -144,27 +149,29 @@ def calls(source: str) -> Iterator[tuple[str, Call]]:
         yield from ((f"table {rows}x{half}", _rope_table(rows, half)) for rows, half in ((5, 3), (4, 64)))
     for name in ops.GRAPH_OPS:
         op = ops.get(name)
-        if any(variant.source == source for variant in op.variants):
-            yield from _op_calls(op)
+        variant = next((variant for variant in op.variants if variant.source == source), None)
+        if variant is not None:
+            yield from _op_calls(op, "bfloat16" if variant.tensor_cores else "float32")
 
 
-def _op_calls(op: Op) -> Iterator[tuple[str, Call]]:
+def _op_calls(op: Op, dtype: str) -> Iterator[tuple[str, Call]]:
     small = [case for case in op.cases() if case.size == "small"]
     for case in [*small, *EXTRA.get(op.name, [])]:
-        yield case.name, _op_call(op, case)
+        yield case.name, _op_call(op, case, dtype)
     if op.inference_only:
         return
     case = next((case for case in small if len(case.params) > 1), small[1])
-    if case.params:
-        yield f"{case.name}, accumulated", _op_call(op, case, accumulate=True)
+    for added in dict.fromkeys((case.name, small[1].name)) if case.params else ():
+        chosen = next(one for one in small if one.name == added)
+        yield f"{added}, accumulated", _op_call(op, chosen, dtype, accumulate=True)
     gradients = [f"d_input{i}" for i, wanted in enumerate(op.differentiable) if wanted]
     for left_out in [*gradients, *(f"d_param{i}" for i in range(len(case.params)))]:
-        yield f"{case.name}, no {left_out}", _op_call(op, case, left_out=left_out)
+        yield f"{case.name}, no {left_out}", _op_call(op, case, dtype, left_out=left_out)
 
 
-def _op_call(op: Op, case: Case, accumulate: bool = False, left_out: str = "") -> Call:
+def _op_call(op: Op, case: Case, dtype: str, accumulate: bool = False, left_out: str = "") -> Call:
     def call(session: Session, rec: Recorder) -> None:
-        drawn, attrs = draw(case), op_attrs(op.name, case, "float32")
+        drawn, attrs = draw(case, dtype), op_attrs(op.name, case, dtype)
         x = [None if a is None else session.put(a, f"input{i}") for i, a in enumerate(drawn.inputs)]
         w = [session.put(a, f"param{i}") for i, a in enumerate(drawn.params)]
         y = [session.empty(spec, f"output{i}") for i, spec in enumerate(op.infer(x, w, attrs))]

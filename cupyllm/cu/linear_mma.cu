@@ -1,0 +1,319 @@
+// Linear on the tensor cores of every GPU from sm_80: C[r,c] = (or +=) sum_k A[r,k] B[c,k] + bias[c]; bf16 in, bf16 or
+// float out.
+//
+// The three products of a linear layer are this one kernel. It is compiled for each form, which says of either operand
+// whether k is its contiguous axis (MN 0) or the other one is (MN 1); all matrices are row-major:
+//   forward  C = y        A = x    A_MN 0  B = weight  B_MN 0  C_T bf16   k runs over K (head: C_T float)
+//   dgrad    C = d_x      A = d_y  A_MN 0  B = weight  B_MN 1  C_T bf16   k runs over M
+//   wgrad    C = d_weight A = d_y  A_MN 1  B = x       B_MN 1  C_T float  k runs over N
+// Macros: A_MN B_MN C_T, the tile BM BN, the warp tile WM WN, STAGES, COPY (bytes of a copy, see Needs).
+// Method: cp.async fills STAGES shared tiles of BM x 64 and BN x 64; (BM / WM) (BN / WN) warps multiply them by ldmatrix
+//   and mma.sync m16n8k16, WM x WN of C each, while the fragments of the next 16 k are on their way. One barrier a step
+//   of 64 k: behind it all have their part of the coming tile and have read the one that is replaced. CTAs take the
+//   tiles of C in groups of rows of tiles, so that those at work share operands in the L2.
+// Layout of shared tiles: rows of 8 chunks of 16 bytes: with k contiguous a row of the tile, else the elements of one k
+//   in a box of 64 columns. A chunk's place is XORed with its row, so that the eight rows that ldmatrix reads, and eight
+//   neighbouring copies, lie in different banks. Rejected: padding, which takes room; tiles of 128 x 160, 128 x 256 and
+//   256 x 128 and steps of 32 k, which add 2 % to the mean together, and some of which spill on sm_100.
+// Launch: block 32 (BM / WM) (BN / WN); grid ceil(rows / BM) ceil(cols / BN); dynamic shared bytes
+//   STAGES * STAGE_BYTES, at most 99 KB, which is what a CTA has on sm_86, 89, 120 and 121. group: rows of tiles that
+//   are taken together, at least 1; any gives the same bits.
+// Needs: COPY 16: both contiguous axes are multiples of 8, A and B aligned to 16 bytes; COPY 4: multiples of 2; COPY 2:
+//   any, loaded through registers (tiles of 64 x 64: larger ones spill). Rows and columns from 1, depth from 0, all
+//   below 2^30.
+// Numerics: products of bf16 are exact; mma.sync adds them to fp32 sums (its adders truncate), 16 k at a time in order
+//   of k. bias and, with `accumulate`, the old C are added in fp32, then C is rounded once. Every tile shape and COPY
+//   sums each element in the same order: a row's bits depend neither on the number of rows nor on its place among them.
+//   Deterministic; no atomics; no CTA waits for another.
+// Aliasing: C must not overlap A, B or bias. Capability: 8.0.
+// Measured: 0.56 of cuBLAS's speed over the projections of Qwen3-32B and 8B at 512 to 8192 rows with the two tiles of
+//   ops/linear_mma.py (geometric mean of 108 products), at least 0.40 (H200, 2026-11-30, whose full speed takes wgmma).
+#include "common.cuh"
+
+#define BK 64                     // k of a step
+#define WARPS_N (BN / WN)
+#define THREADS (32 * (BM / WM) * WARPS_N)
+#define MI (WM / 16)             // fragments of A a warp multiplies each 16 k
+#define NI (WN / 16)             // of B, two of 8 columns together
+#define A_BYTES (BM * BK * 2)
+#define B_BYTES (BN * BK * 2)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+#define CHUNKS 8                 // of 16 bytes in a shared row
+#define KSTEPS (BK / 16)
+#define AHEAD (STAGES - 1)       // tiles that are being filled while one is multiplied
+
+static_assert(BM % WM == 0 && BN % WN == 0 && WM % 16 == 0 && WN % 16 == 0, "whole fragments");
+static_assert(COPY == 16 || COPY == 4 || COPY == 2, "see Needs");
+static_assert(AHEAD >= 1, "one tile is multiplied while another is filled");
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// BYTES (16 or 4) from global to shared memory behind the thread's back; zeros, and nothing read, if not `inside`.
+template <int BYTES> DEVICE void copy_async(u32 shared, const void* global, bool inside) {
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(inside ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(inside ? 4 : 0)
+                 : "memory");
+}
+
+DEVICE void copy_now(u32 shared, const bf16* global, bool inside) {
+  unsigned short bits = inside ? global->bits : (unsigned short)0;
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(bits) : "memory");
+}
+
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&m)[4], u32 row) {
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(row) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(row) : "memory");
+}
+
+// c[16,8] += a[16,16] b[16,8]
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// One operand's tile of R rows (columns of C for B) x BK: this thread's part of the copies, and what its lane hands to
+// ldmatrix. MN: k is not the contiguous axis.
+template <bool IS_A, bool MN, int R> struct Operand {
+  enum : int {
+    PASS = THREADS / CHUNKS,   // shared rows that the block copies at once
+    BOXES = MN ? R / (CHUNKS * 8) : 1
+  };
+  static_assert(PASS % 8 == 0 && (MN ? R % (CHUNKS * 8) == 0 && BK % PASS == 0 : R % PASS == 0), "equal shares");
+
+  const bf16* next;  // this thread's first chunk of the coming tile
+  i64 pitch;         // elements from a row of the matrix to the next
+  int rows_left;     // rows of the tile inside the matrix, from this thread's first one on
+  int k;             // its first k in the tile
+  u32 target;        // bytes from the tile's start to its first chunk
+  u32 lane_row;      // row and (swizzled, k contiguous) chunk that this lane gives to ldmatrix, in bytes
+  int lane_chunk;    // MN: the chunk before swizzling, counted from the tile's first column
+
+  DEVICE Operand(const bf16* matrix, int first, i64 rows, i64 depth, int warp_first) {
+    int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;  // PASS is a multiple of 8: later rows swizzle alike
+    pitch = MN ? rows : depth;
+    next = matrix + (MN ? row * pitch + first + chunk * 8 : (first + row) * pitch + chunk * 8);
+    i64 left = rows - first;
+    rows_left = (int)(left < R ? left : R) - (MN ? chunk * 8 : row);
+    k = MN ? row : chunk * 8;
+    target = row * CHUNKS * 16 + (chunk ^ row % CHUNKS) * 16;
+    // ldmatrix: of A the matrices are rows 0-7 and 8-15 of the first 8 k, then of the others; of B the other way round.
+    int lane = threadIdx.x % 32;
+    int r = IS_A != MN ? lane % 16 : lane / 16 * 8 + lane % 8, c = IS_A != MN ? lane / 16 : lane / 8 % 2;
+    lane_row = (MN ? r : warp_first + r) * CHUNKS * 16 + (MN ? 0 : c ^ r % CHUNKS) * 16;
+    lane_chunk = warp_first / 8 + c;
+  }
+
+  // Starts copying the tile; `left` of its k are inside the matrix. Elements outside become zeros and add nothing.
+  DEVICE void load(u32 tile, int left) {
+    const bf16* source = next;
+#pragma unroll
+    for (int down = 0; down < (MN ? BK : R); down += PASS) {  // rows of the matrix
+#pragma unroll
+      for (int box = 0; box < BOXES; box++) {
+        u32 to = tile + target + (box * (MN ? BK : R) + down) * CHUNKS * 16;
+        const bf16* from = source + box * CHUNKS * 8;
+#pragma unroll
+        for (int e = 0; e < 8; e += COPY / 2) {
+          bool inside = MN ? k + down < left && box * CHUNKS * 8 + e < rows_left : k + e < left && down < rows_left;
+          if constexpr (COPY == 2) copy_now(to + e * 2, from + e, inside);
+          else copy_async<COPY>(to + e * 2, from + e, inside);
+        }
+      }
+      source += PASS * pitch;  // added up: products with `down` would take registers
+    }
+    next = MN ? source : next + BK;
+  }
+
+  // Where this lane's row of fragment i, k from 16 step on, starts in the tile.
+  DEVICE u32 place(int i, int step) const {
+    if (!MN) return (lane_row ^ (step * 32)) + i * 16 * CHUNKS * 16;
+    int chunk = lane_chunk + i * 2;
+    int placed = chunk % CHUNKS ^ lane_row / (CHUNKS * 16) % CHUNKS;
+    return (chunk / CHUNKS * BK + step * 16) * CHUNKS * 16 + lane_row + placed * 16;
+  }
+};
+
+struct alignas(8) Float2 { float v[2]; };
+struct alignas(16) Words { u32 v[4]; };
+
+// Both rounded to nearest even, the first one low. By cvt: from_float's branches are long.
+DEVICE u32 round_pair(float first, float second) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+// Two neighbours of a row of C; `both`: the second exists; `paired`: N is even, so that they may move as one.
+DEVICE void store_pair(float* c, float first, float second, bool both, bool paired) {
+  if (paired) *(Float2*)c = Float2{{first, second}};
+  else {
+    c[0] = first;
+    if (both) c[1] = second;
+  }
+}
+DEVICE void store_pair(bf16* c, float first, float second, bool both, bool paired) {
+  u32 bits = round_pair(first, second);
+  if (paired) *(u32*)c = bits;
+  else {
+    c[0].bits = (unsigned short)bits;
+    if (both) c[1].bits = (unsigned short)(bits >> 16);
+  }
+}
+
+// Lane t of four holds columns 2 t and 2 t + 1 of tiles 0..3; gives it tile t, columns 0 to 7.
+DEVICE Words transpose_quad(u32 w0, u32 w1, u32 w2, u32 w3) {
+  bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  u32 a = __shfl_xor_sync(FULL_MASK, odd ? w0 : w1, 1), b = __shfl_xor_sync(FULL_MASK, odd ? w2 : w3, 1);
+  u32 x0 = odd ? a : w0, x1 = odd ? w1 : a, x2 = odd ? b : w2, x3 = odd ? w3 : b;
+  u32 p = __shfl_xor_sync(FULL_MASK, high ? x0 : x2, 2), q = __shfl_xor_sync(FULL_MASK, high ? x1 : x3, 2);
+  return high ? Words{{p, q, x2, x3}} : Words{{x0, x1, p, q}};
+}
+
+// The warp's sums to C, from (row, col) on: WM x WN of them.
+DEVICE void store_sums(float (&sum)[MI][2 * NI][4], const bf16* bias, C_T* c, int row, int col, int M, int N,
+                       bool accumulate) {
+  int lane = threadIdx.x % 32, t = lane % 4;
+  bool paired = N % 2 == 0;
+  row += lane / 4;
+  if (bias) {
+#pragma unroll
+    for (int j = 0; j < 2 * NI; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        int n = col + j * 8 + t * 2 + e;
+        float add = n < N ? to_float(bias[n]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < MI; i++) {
+          sum[i][j][e] += add;
+          sum[i][j][e + 2] += add;
+        }
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < MI; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int m = row + i * 16 + h * 8;
+      C_T* line = c + (i64)m * N;
+      if (accumulate && m < M) {
+#pragma unroll
+        for (int j = 0; j < 2 * NI; j++) {
+          int n = col + j * 8 + t * 2;
+          if (n >= N) continue;
+          sum[i][j][h * 2] += to_float(line[n]);
+          if (n + 1 < N) sum[i][j][h * 2 + 1] += to_float(line[n + 1]);
+        }
+      }
+      __syncwarp();  // other lanes write what was read here
+      int done = 0;
+      if (sizeof(C_T) == 2 && N % 8 == 0) {  // 16 bytes a lane, 64 a quad
+        done = 2 * NI / 4 * 4;
+#pragma unroll
+        for (int j = 0; j < 2 * NI / 4 * 4; j += 4) {
+          u32 w[4];
+#pragma unroll
+          for (int q = 0; q < 4; q++) w[q] = round_pair(sum[i][j + q][h * 2], sum[i][j + q][h * 2 + 1]);
+          Words chunk = transpose_quad(w[0], w[1], w[2], w[3]);
+          int n = col + (j + t) * 8;
+          if (m < M && n < N) *(Words*)(line + n) = chunk;
+        }
+      }
+      if (m < M) {
+#pragma unroll
+        for (int j = 0; j < 2 * NI; j++) {
+          int n = col + j * 8 + t * 2;
+          if (j >= done && n < N) store_pair(line + n, sum[i][j][h * 2], sum[i][j][h * 2 + 1], n + 1 < N, paired);
+        }
+      }
+    }
+}
+
+#undef KERNEL
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS, 2) CONCAT(name, SUFFIX)
+// Letters: C [M,N], a sum over K.
+KERNEL(linear_mma)(const bf16* a, const bf16* b, const bf16* bias, C_T* c, i64 M, i64 N, i64 K, i64 accumulate,
+                   i64 group) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  // This CTA's tile: groups of `group` rows of tiles, in them column by column.
+  u32 row_tiles = (u32)((M + BM - 1) / BM), col_tiles = (u32)((N + BN - 1) / BN), per_group = (u32)group * col_tiles;
+  u32 base_row = blockIdx.x / per_group * (u32)group, place = blockIdx.x % per_group;
+  u32 rows = row_tiles - base_row < (u32)group ? row_tiles - base_row : (u32)group;
+  int first_row = (int)(base_row + place % rows) * BM, first_col = (int)(place / rows) * BN;
+
+  int warp = threadIdx.x / 32, warp_row = warp / WARPS_N * WM, warp_col = warp % WARPS_N * WN;
+  Operand<true, A_MN, BM> a_tile(a, first_row, M, K, warp_row);
+  Operand<false, B_MN, BN> b_tile(b, first_col, N, K, warp_col);
+  u32 first_stage = shared_address(shared), end = first_stage + STAGES * STAGE_BYTES;
+  int k_left = (int)K;  // from the tile that is loaded next on
+  float sum[MI][2 * NI][4] = {};
+  u32 x[2][MI][4], w[2][NI][4];
+
+  auto load_tiles = [&](u32 stage) {
+    a_tile.load(stage, k_left);
+    b_tile.load(stage + A_BYTES, k_left);
+    k_left -= BK;
+  };
+  auto load_x = [&](int buffer, int i, u32 from, int step) {
+    load_matrices<A_MN>(x[buffer][i], from + a_tile.place(i, step));
+  };
+  auto load_w = [&](u32 (&into)[4], int j, u32 from, int step) {
+    load_matrices<B_MN>(into, from + A_BYTES + b_tile.place(j, step));
+  };
+  auto load_fragments = [&](int buffer, u32 from, int step) {
+#pragma unroll
+    for (int i = 0; i < MI; i++) load_x(buffer, i, from, step);
+#pragma unroll
+    for (int j = 0; j < NI; j++) load_w(w[buffer][j], j, from, step);
+  };
+  auto multiply = [&](int buffer, int j, const u32 (&b)[4]) {
+#pragma unroll
+    for (int i = 0; i < MI; i++) {
+      multiply_add(sum[i][2 * j], x[buffer][i], b[0], b[1]);
+      multiply_add(sum[i][2 * j + 1], x[buffer][i], b[2], b[3]);
+    }
+  };
+
+#pragma unroll
+  for (int s = 0; s < AHEAD; s++) {
+    load_tiles(first_stage + s * STAGE_BYTES);
+    copy_commit();
+  }
+  u32 stage = first_stage, coming = first_stage + AHEAD * STAGE_BYTES;
+  copy_wait<AHEAD - 1>();
+  __syncthreads();
+  load_fragments(0, stage, 0);
+#pragma unroll 1
+  while (k_left > -AHEAD * BK) {
+#pragma unroll
+    for (int step = 0; step < KSTEPS; step++) {
+      if (step == 0) {
+        load_tiles(coming);  // zeros past the end, so that nothing here branches
+        copy_commit();
+        coming = coming + STAGE_BYTES == end ? first_stage : coming + STAGE_BYTES;
+      }
+      if (step == KSTEPS - 1) {
+        copy_wait<AHEAD - 1>();
+        __syncthreads();
+        stage = stage + STAGE_BYTES == end ? first_stage : stage + STAGE_BYTES;
+      }
+      load_fragments((step + 1) % 2, stage, (step + 1) % KSTEPS);
+#pragma unroll
+      for (int j = 0; j < NI; j++) multiply(step % 2, j, w[step % 2][j]);
+    }
+  }
+  copy_wait<0>();
+  store_sums(sum, bias, c, first_row + warp_row, first_col + warp_col, (int)M, (int)N, accumulate != 0);
+}

@@ -1,0 +1,393 @@
+"""linear's mma variant: who makes what, what is chosen; values and bits on the checking simulator and on GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyllm import ops
+from cupyllm.backend import nvrtc
+from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec, fixed
+from cupyllm.backend.compile import flatten
+from cupyllm.backend.eager import Session, run_op
+from cupyllm.backend.record import Recorder
+from cupyllm.config import published
+from cupyllm.errors import InputError
+from cupyllm.ops import linear_mma
+from cupyllm.ops.linear_mma import DESIGNS, FORMS, LARGE, SMALL, Tile, choose, copy_bytes, product
+from cupyllm.ops.op import Case
+from tests.hostcuda.backend import HostBackend
+from tests.ops import opcheck
+from tests.simulated import KERNELS
+
+OP = ops.get("linear")
+Choice = tuple[Tile, int]
+EVERY = [(form, design) for form in FORMS for design in DESIGNS]
+MMA, PLAIN = "linear_mma.cu", "linear.cu"
+
+
+def label(value: object) -> str:
+    return "copy".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# ---- who makes what: the kernel's arithmetic in Python ----
+
+
+def outputs_of_a_grid(tile: Tile, rows: int, cols: int, group: int) -> np.ndarray:
+    """How often each tile of C is made."""
+    row_tiles, col_tiles = -(-rows // tile.size), -(-cols // tile.size)
+    times = np.zeros((row_tiles, col_tiles), np.int32)
+    for cta in range(tile.count(rows, cols)):
+        base_row, place = cta // (group * col_tiles) * group, cta % (group * col_tiles)
+        in_group = min(row_tiles - base_row, group)
+        times[base_row + place % in_group, place // in_group] += 1
+    return times
+
+
+@pytest.mark.parametrize("group", [1, 2, 8, 16])
+@pytest.mark.parametrize("tile", [LARGE, SMALL], ids=label)
+def test_every_tile_is_made_once(tile: Tile, group: int) -> None:
+    sizes = (1, tile.size - 1, tile.size, tile.size + 1, 7 * tile.size, 17 * tile.size + 3)
+    for rows, cols in itertools.product(sizes, sizes):
+        assert (outputs_of_a_grid(tile, rows, cols, group) == 1).all(), (rows, cols)
+
+
+@pytest.mark.parametrize("mn", [False, True], ids=["k contiguous", "k across"])
+@pytest.mark.parametrize("tile", [LARGE, SMALL], ids=label)
+def test_every_chunk_of_a_stage_is_copied_once_and_found_again(tile: Tile, mn: bool) -> None:
+    """Operand::load's targets, and Operand::place's: what ldmatrix reads are the chunks it asks for."""
+    rows, step = tile.size, linear_mma.STEP
+    chunk_of: dict[int, tuple[int, int]] = {}  # 16-byte slot -> (first row, k), or with mn (first column, k)
+    passes = tile.threads // 8
+    for thread in range(tile.threads):
+        row, chunk = thread // 8, thread % 8
+        for down, box in itertools.product(range(0, step if mn else rows, passes), range(rows // 64 if mn else 1)):
+            slot = row * 8 + (chunk ^ row % 8) + (box * (step if mn else rows) + down) * 8
+            assert slot not in chunk_of
+            chunk_of[slot] = (box * 64 + chunk * 8, row + down) if mn else (row + down, chunk * 8)
+    assert sorted(chunk_of) == list(range(rows * step // 8))
+    for is_a, first in itertools.product((True, False), range(0, rows, tile.warp)):
+        for i, k16, lane in itertools.product(range(tile.warp // 16), range(step // 16), range(32)):
+            by_row = is_a != mn
+            r = lane % 16 if by_row else lane // 16 * 8 + lane % 8
+            c = lane // 16 if by_row else lane // 8 % 2
+            if mn:
+                chunk = first // 8 + c + i * 2
+                slot = (chunk // 8 * step + k16 * 16 + r) * 8 + (chunk % 8 ^ r % 8)
+                assert chunk_of[slot] == (first + i * 16 + c * 8, k16 * 16 + r)
+            else:
+                slot = (first + r) * 8 + ((c ^ r % 8) ^ k16 * 2) + i * 16 * 8
+                assert chunk_of[slot] == (first + i * 16 + r, k16 * 16 + c * 8)
+
+
+@pytest.mark.parametrize(("form", "design"), EVERY, ids=label)
+def test_launcher_and_kernel_agree_on_sizes(form: str, design: Choice) -> None:
+    """The kernel's own macros, asserted while it compiles (to PTX: ptxas adds nothing to this)."""
+    tile, copy = design
+    spec = tile.kernel(form, copy)
+    claims = {"STAGES * STAGE_BYTES": tile.shared_bytes, "THREADS": tile.threads, "BK": linear_mma.STEP}
+    text = flatten(spec.source) + "".join(f'static_assert({k} == {v}, "{k}");\n' for k, v in claims.items())
+    options = ["-arch=compute_80", "-std=c++17", *(f"-D{macro}={value}" for macro, value in spec.defines)]
+    ptx, _ = nvrtc.compile_text(text, spec.source, options, "ptx")
+    assert spec.symbol.encode() in ptx
+    assert tile.shared_bytes <= 99 << 10, "what a CTA may have on sm_86, 89, 120 and 121"
+
+
+# ---- which variant, which tile, which copies ----
+
+
+def operands(form: str, rows: int, cols: int, depth: int) -> tuple[Spec, Spec, Spec]:
+    a_mn, b_mn, dtype = FORMS[form]
+    a, b = (depth, rows) if a_mn else (rows, depth), (depth, cols) if b_mn else (cols, depth)
+    return Spec(a, "bfloat16"), Spec(b, "bfloat16"), Spec((rows, cols), dtype)
+
+
+def recorded(form: str, rows: int, cols: int, depth: int, choice: Choice | None = None, num_sms: int = 132) -> Any:
+    rec = Recorder(80, num_sms=num_sms)
+    a, b, c = (fixed(256, spec.shape, spec.dtype) for spec in operands(form, rows, cols, depth))
+    product(rec, form, a, b, c, choice=choice)
+    (launch,) = rec.launches
+    return launch
+
+
+def taken(n: int, m: int, k: int, dtype: str, weight_dtype: str, capability: int = 80, **options: Any) -> list[str]:
+    """Files of the kernels of forward and backward."""
+    case = Case("x", ((n, k),), ((m, k), (m,)), options)
+    rec = opcheck.record("linear", case, dtype, weight_dtype, capability=capability)
+    sources = [launch.kernel.source for launch in rec.launches]
+    assert rec.chosen == {"linear": "mma" if sources[0] == MMA else "plain"}
+    return sources
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120, 121])
+def test_bfloat16_products_of_any_shape(capability: int) -> None:
+    """The bias's gradient has one kernel only."""
+    for n, m, k in ((1, 1, 1), (2, 24, 40), (65, 33, 18), (700, 8, 16)):
+        assert taken(n, m, k, "bfloat16", "bfloat16", capability) == [MMA, MMA, MMA, PLAIN]
+
+
+@pytest.mark.parametrize("dtypes", [pair for pair in opcheck.DTYPE_PAIRS if pair != ("bfloat16", "bfloat16")])
+def test_other_dtypes_are_plain(dtypes: tuple[str, str]) -> None:
+    assert taken(8, 24, 40, *dtypes) == [PLAIN] * 4
+
+
+def test_float32_logits_have_float32_gradients() -> None:
+    assert taken(8, 24, 40, "bfloat16", "bfloat16", out_dtype="float32") == [MMA, PLAIN, PLAIN, PLAIN]
+
+
+def test_a_device_without_tensor_cores_takes_the_plain_one() -> None:
+    """The emulator runs kernels as C++, which has no inline PTX."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(NUMPY_DTYPE["bfloat16"]) for shape in ((3, 8), (5, 8)))
+    rec = Recorder.of(HostBackend())
+    assert OP.select(rec, [Spec(x.shape, "bfloat16")], [Spec(w.shape, "bfloat16")], {}).name == "plain"
+    assert run_op(HostBackend(), OP, [x], [w]).outputs[0].shape == (3, 5)
+    with pytest.raises(InputError, match=r"no variant fits \(forced: mma, .*--variant linear=NAME"):
+        run_op(HostBackend(), OP, [x], [w], forced={"linear": "mma"})
+
+
+def test_copies_are_as_wide_as_the_contiguous_axes_allow() -> None:
+    for form, contiguous in (("forward", "k"), ("head", "k"), ("dgrad", "kn"), ("wgrad", "mn")):
+        for m, n, k in itertools.product((1, 6, 8, 24, 33), repeat=3):
+            extents = [{"m": m, "n": n, "k": k}[axis] for axis in contiguous]
+            common = math.gcd(*extents)
+            want = 16 if common % 8 == 0 else 4 if common % 2 == 0 else 2
+            assert copy_bytes(form, m, n, k) == want
+            tile, copy = choose(form, m, n, k, 132)
+            assert copy == want and (tile, copy) in DESIGNS
+
+
+def test_large_tiles_where_they_fill_half_of_the_sms() -> None:
+    assert choose("forward", 512, 1024, 4096, 132) == (SMALL, 16), "32 tiles"
+    assert choose("forward", 1024, 1024, 4096, 132) == (SMALL, 16), "64 tiles"
+    assert choose("forward", 1152, 1024, 4096, 132) == (LARGE, 16), "72 tiles"
+    assert choose("forward", 1024, 1024, 4096, 108) == (LARGE, 16)
+    assert choose("forward", 8192, 8192, 4097, 132) == (SMALL, 2), "large tiles have 16-byte copies only"
+
+
+def test_every_projection_gets_a_design() -> None:
+    for size in ("0.6b", "8b", "32b"):
+        c = published(size)
+        h, f, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
+        for n, (out, depth) in itertools.product((1, 65, 2048), ((q, h), (h, q), (f, h), (h, f), (c.vocab_size, h))):
+            for form, m, cols, k in (("forward", n, out, depth), ("dgrad", n, depth, out), ("wgrad", out, depth, n)):
+                launch = recorded(form, m, cols, k)
+                assert dict(launch.kernel.defines)["COPY"] == "16" and launch.shared_bytes <= 99 << 10
+
+
+def test_arguments_in_the_kernels_order() -> None:
+    launch = recorded("wgrad", 200, 136, 77)
+    a, b, bias, c, *numbers = launch.args
+    assert [t.shape for t in (a, b, c)] == [(77, 200), (77, 136), (200, 136)]
+    assert bias is None and numbers == [200, 136, 77, 0, linear_mma.GROUP]
+    assert launch.kernel.symbol == "linear_mma_float32" and launch.grid == (4 * 3, 1, 1) and launch.block[0] == 128
+
+
+# ---- values and bits ----
+
+
+@pytest.fixture(scope="module", params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The simulator with every check on, and the GPU where there is one."""
+    made: Backend
+    if request.param == "sim":
+        from cupyllm.backend.sim import SimBackend
+
+        made = SimBackend(cache=KERNELS)
+    else:
+        from cupyllm.backend.cuda import CudaBackend
+
+        made = CudaBackend()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Backend]:
+    from cupyllm.backend.cuda import CudaBackend
+
+    made = CudaBackend()
+    yield made
+    made.close()
+
+
+def drawn(form: str, rows: int, cols: int, depth: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    a, b, _ = operands(form, rows, cols, depth)
+    return tuple(rng.standard_normal(spec.shape).astype(NUMPY_DTYPE["bfloat16"]) for spec in (a, b))  # type: ignore[return-value]
+
+
+def run(
+    backend: Backend,
+    form: str,
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    choice: Choice | None = None,
+    bias: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+    group: int = linear_mma.GROUP,
+) -> np.ndarray:
+    """One product between guard bytes. `start`: what C is added to."""
+    a_mn, b_mn, dtype = FORMS[form]
+    rows, cols = a.shape[1 if a_mn else 0], b.shape[1 if b_mn else 0]
+    guarded = opcheck.GuardedBackend(backend)
+    with Session(guarded) as session:  # type: ignore[arg-type]
+        x, y = session.put(a), session.put(b)
+        c = session.empty(Spec((rows, cols), dtype)) if start is None else session.put(start)
+        z = None if bias is None else session.put(bias)
+        rec = Recorder.of(backend)
+        product(rec, form, x, y, c, z, accumulate=start is not None, choice=choice, group=group)
+        session.execute(rec)
+        got = session.get(c)
+    assert not guarded.broken, guarded.broken
+    return got
+
+
+def judge(
+    form: str,
+    got: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+    what: str = "",
+) -> None:
+    """Against fp64, element by element. mma's adders cut: at most 1.5 units of 2^-23 of the sum's size a step of k, and
+    no more than 2^-20 of it was ever seen; bf16 rounds once more, by at most 2^-8 of the value."""
+    a_mn, b_mn, dtype = FORMS[form]
+    a64, b64 = (m.astype(np.float64).T if mn else m.astype(np.float64) for m, mn in ((a, a_mn), (b, b_mn)))
+    want, size = a64 @ b64.T, np.abs(a64) @ np.abs(b64).T
+    for added in (bias, start):
+        if added is not None:
+            want, size = want + added.astype(np.float64), size + np.abs(added.astype(np.float64))
+    limit = size * 2.0**-20 + (np.abs(want) * 2.0**-8 if dtype == "bfloat16" else 0.0) + 1e-30
+    error = np.abs(got.astype(np.float64) - want)
+    assert np.isfinite(got.astype(np.float64)).all(), f"{what}: not every element was written"
+    worst = float((error / limit).max())
+    print(f"{form} {what}: {worst:.3f} of the limit")
+    assert worst <= 1, what
+
+
+def around(form: str, design: Choice) -> Iterator[tuple[int, int, int]]:
+    """(rows, cols, depth) on both sides of a tile's edges and of the stages' end, as the copies need them."""
+    tile, copy = design
+    s, k = tile.size, linear_mma.STEP
+    a_mn, b_mn, _ = FORMS[form]
+    unit = copy // 2
+    for rows, cols, depth in (
+        (1, 1, 1),
+        (s, s, k * tile.stages),
+        (s + 1, s + 1, k * (tile.stages + 2) + 1),
+        (s - 1, s - 1, k - 1),
+        (37, 2 * s + 3, 3 * k + 17),
+        (2 * s + 5, 3, 5),
+        (9, s - 9, k + 16),
+    ):
+        up = (-(-n // unit) * unit for n in (rows, cols, depth))
+        aligned_rows, aligned_cols, aligned_depth = up
+        across = a_mn and b_mn
+        yield aligned_rows if a_mn else rows, aligned_cols if b_mn else cols, depth if across else aligned_depth
+
+
+@pytest.mark.parametrize(("form", "design"), EVERY, ids=label)
+def test_values(device: Backend, form: str, design: Choice) -> None:
+    """Tile edges, all copies; every other product with a bias or (wgrad) added to what is there; several groups."""
+    rng = np.random.default_rng(1)
+    for index, (rows, cols, depth) in enumerate(around(form, design)):
+        a, b = drawn(form, rows, cols, depth, index)
+        bias = start = None
+        if index % 2 and form in ("forward", "head"):
+            bias = rng.standard_normal(cols).astype(NUMPY_DTYPE["bfloat16"])
+        if index % 2 and form == "wgrad":
+            start = rng.standard_normal((rows, cols)).astype(np.float32)
+        got = run(device, form, a, b, choice=design, bias=bias, start=start, group=1 + index % 3)
+        judge(form, got, a, b, bias, start, f"{label(design)} {rows}x{cols}x{depth}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_design_has_the_same_bits(device: Backend, form: str) -> None:
+    """What lets the number of rows choose the tile."""
+    a, b = drawn(form, 72, 136, 200)
+    first, *others = (run(device, form, a, b, choice=design) for design in DESIGNS)
+    judge(form, first, a, b)
+    for design, got in zip(DESIGNS[1:], others, strict=True):
+        opcheck.assert_same_bits(got, first, label(design))
+
+
+@pytest.mark.parametrize("form", ["forward", "dgrad", "head"])
+def test_rows_have_the_same_bits_alone_and_in_company(device: Backend, form: str) -> None:
+    a, b = drawn(form, 140, 72, 136)
+    whole = run(device, form, a, b, choice=(LARGE, 16))
+    for start, stop in ((0, 1), (77, 78), (139, 140), (0, 2), (3, 66), (64, 129)):
+        part = run(device, form, np.ascontiguousarray(a[start:stop]), b)
+        opcheck.assert_same_bits(part, whole[start:stop], f"rows {start} to {stop}")
+
+
+def test_accumulates(device: Backend) -> None:
+    """C += the product: exactly the float32 sum of what stood there and what = writes."""
+    for rows, cols, depth, design in ((8, 8, 1, (LARGE, 16)), (72, 136, 77, (SMALL, 16)), (33, 5, 66, (SMALL, 2))):
+        a, b = drawn("wgrad", rows, cols, depth)
+        start = np.random.default_rng(2).standard_normal((rows, cols)).astype(np.float32)
+        got = run(device, "wgrad", a, b, start=start, choice=design)
+        opcheck.assert_same_bits(got, start + run(device, "wgrad", a, b, choice=design))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_and_inf_stay_in_their_row_and_column(device: Backend, form: str) -> None:
+    """Zeros that stand for what is outside a matrix must not meet an infinity that ends up in C."""
+    a, b = drawn(form, 72, 136, 24)
+    a_mn, b_mn, _ = FORMS[form]
+    (a.T if a_mn else a)[71, 23] = np.inf
+    (a.T if a_mn else a)[0, 0] = np.nan
+    (b.T if b_mn else b)[135, 1] = np.nan
+    for design in DESIGNS:
+        bad = ~np.isfinite(run(device, form, a, b, choice=design).astype(np.float64))
+        want = np.zeros((72, 136), bool)
+        want[[0, 71], :] = want[:, 135] = True
+        np.testing.assert_array_equal(bad, want, label(design))
+
+
+def test_an_empty_sum_is_written(device: Backend) -> None:
+    a, b = drawn("wgrad", 70, 9, 0)
+    assert (run(device, "wgrad", a, b) == 0).all()
+    assert (run(device, "wgrad", a, b, start=np.ones((70, 9), np.float32)) == 1).all()
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_large_products(gpu: Backend, form: str) -> None:
+    """Every design, the same bits, 20 times over; rows alone and in company at real depths."""
+    a, b = drawn(form, 1160, 1416, 2056)
+    first = run(gpu, form, a, b, choice=DESIGNS[0])
+    judge(form, first, a, b)
+    for design in DESIGNS:
+        for _ in range(20):
+            opcheck.assert_same_bits(run(gpu, form, a, b, choice=design), first, label(design))
+    if not FORMS[form][0]:
+        for start, stop in ((0, 1), (77, 78), (1159, 1160), (3, 66), (5, 517), (0, 1159)):
+            part = run(gpu, form, np.ascontiguousarray(a[start:stop]), b)
+            opcheck.assert_same_bits(part, first[start:stop], f"rows {start} to {stop}")
+
+
+@pytest.mark.gpu
+def test_real_shapes_through_the_op(gpu: Backend) -> None:
+    """Forward and backward of Qwen3-0.6B's projections forced to mma; float32 logits too."""
+    rng = np.random.default_rng(0)
+    for n, m, k, out in ((1, 2048, 1024, "bfloat16"), (333, 1024, 3072, "bfloat16"), (65, 4096, 1024, "float32")):
+        x, w, bias = (rng.standard_normal(s).astype(NUMPY_DTYPE["bfloat16"]) for s in ((n, k), (m, k), (m,)))
+        d_y = rng.standard_normal((n, m)).astype(NUMPY_DTYPE[out])
+        done = run_op(gpu, OP, [x], [w, bias], {"out_dtype": out}, [d_y], forced={"linear": "mma"})
+        judge("forward" if out == "bfloat16" else "head", done.outputs[0], x, w, bias=bias)
+        if out == "bfloat16":
+            assert done.d_inputs[0] is not None
+            judge("dgrad", done.d_inputs[0], d_y, w)
+            judge("wgrad", done.d_params[0], d_y, x)
