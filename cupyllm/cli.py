@@ -151,6 +151,9 @@ yes_option = click.option("--yes", is_flag=True, help="Go ahead with a synthetic
 variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="OP=NAME", help="Force a kernel variant (doctor --variants)."
 )
+batch_invariant_option = click.option(
+    "--batch-invariant", is_flag=True, help="Sum each row in one order however many rows there are; slower for few."
+)
 generation_options = options(
     click.option(
         "--model", metavar="DIR", required=True, help="Checkpoint directory, repo id in the cache, or smollm2."
@@ -170,6 +173,7 @@ generation_options = options(
     click.option(
         "--stream/--resident", "stream", default=None, help="Weights layer by layer, or all at once if they fit."
     ),
+    batch_invariant_option,
 )
 
 
@@ -187,7 +191,7 @@ def cli() -> None:
 @click.option("--stream/--resident", "stream", default=None, help="Weights layer by layer (default) or all at once.")
 @click.option("--check-lossless", is_flag=True, help="Run streamed and resident and compare every bit of the logits.")
 @click.option("--logits-out", metavar="FILE.npy", help="Write the logits, float32 [B,T,V].")
-@options(variant_option, seed_option, yes_option, json_option)
+@options(variant_option, batch_invariant_option, seed_option, yes_option, json_option)
 def forward(**arguments: Any) -> int:
     """One pass over text or token ids, streamed layer by layer: loss, next tokens, speed, memory.
 

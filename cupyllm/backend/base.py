@@ -148,6 +148,9 @@ class Launch:
     args: tuple[Argument, ...]
     shared_bytes: int = 0  # dynamic shared memory
     node: str = ""  # the graph node that recorded it, for errors and profiles
+    # Programmatic dependent launch, where the GPU has it (9.0 and later): the kernel may start before the one before it
+    # has ended, so it waits (griddepcontrol.wait) before it touches anything but its weights.
+    programmatic: bool = False
 
 
 class Buffer(Protocol):

@@ -98,6 +98,7 @@ def run_op(
     *,
     d_params: Sequence[np.ndarray] | None = None,
     forced: dict[str, str] | None = None,
+    batch_invariant: bool = False,
 ) -> OpRun:
     """Forward, and backward when `d_outputs` is given and the op has one (Op.inference_only). `d_params`: starting
     values, which backward then adds to."""
@@ -106,7 +107,7 @@ def run_op(
         x = [None if a is None else session.put(a, f"input{i}") for i, a in enumerate(inputs)]
         w = [session.put(a, f"param{i}") for i, a in enumerate(params)]
         y = [session.empty(spec, f"output{i}") for i, spec in enumerate(op.infer(x, w, attrs))]
-        rec = Recorder.of(backend, forced)
+        rec = Recorder.of(backend, forced, batch_invariant)
         saved = op.forward(rec, x, w, y, attrs)
         dx: list[Tensor | None] = []
         dw: list[Tensor] = []

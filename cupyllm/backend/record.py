@@ -35,7 +35,8 @@ def align(nbytes: int) -> int:
 
 class Recorder:
     """Collects launches in order. `capability` and `forced` decide which variant of an op is taken, `num_sms` how many
-    CTAs a persistent kernel gets. `tensor_cores`: see Backend."""
+    CTAs a persistent kernel gets. `tensor_cores`: see Backend. `batch_invariant`: the order in which a row is summed
+    must not depend on how many rows there are, at the price of speed with few (float32 always keeps to it)."""
 
     def __init__(
         self,
@@ -43,8 +44,10 @@ class Recorder:
         forced: dict[str, str] | None = None,
         num_sms: int = DEFAULT_SMS,
         tensor_cores: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         self.capability = capability
+        self.batch_invariant = batch_invariant
         self.tensor_cores = tensor_cores
         self.num_sms = num_sms
         self.forced = forced or {}
@@ -53,9 +56,9 @@ class Recorder:
         self.node = ""
 
     @classmethod
-    def of(cls, backend: Backend, forced: dict[str, str] | None = None) -> Recorder:
+    def of(cls, backend: Backend, forced: dict[str, str] | None = None, batch_invariant: bool = False) -> Recorder:
         """For launches that this backend will run."""
-        return cls(backend.capability, forced, backend.num_sms, backend.tensor_cores)
+        return cls(backend.capability, forced, backend.num_sms, backend.tensor_cores, batch_invariant)
 
     def empty(self, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
         """An arena tensor; its content is undefined until a recorded launch writes it."""
@@ -69,13 +72,30 @@ class Recorder:
         block: int | tuple[int, ...],
         *args: Argument,
         shared_bytes: int = 0,
+        weights: Tensor | None = None,
     ) -> None:
-        """Record one launch. An empty grid (a tensor without elements) records nothing."""
+        """Record one launch. An empty grid (a tensor without elements) records nothing.
+
+        `weights`: the launch is programmatic (Launch): its kernel reads this tensor before it waits for the launch
+        before it, unless that one names the same storage and may be writing it.
+        """
         grid3, block3 = _triple(grid), _triple(block)
         assert min(block3) > 0 and block3[0] * block3[1] * block3[2] <= 1024, block3
         assert grid3[1] <= 65535 and grid3[2] <= 65535 and grid3[0] < 2**31, grid3
         if min(grid3) > 0:
-            self.launches.append(Launch(kernel, grid3, block3, args, shared_bytes, self.node))
+            early = weights is not None and bool(self.launches) and not _names(self.launches[-1], weights.storage)
+            self.launches.append(Launch(kernel, grid3, block3, args, shared_bytes, self.node, early))
+
+
+def _names(launch: Launch, storage: Storage) -> bool:
+    """Whether any argument lies in `storage`; two storages at known addresses are compared by their bytes."""
+
+    def same(other: Storage) -> bool:
+        if other is storage or other.address is None or storage.address is None:
+            return other is storage
+        return other.address < storage.address + storage.nbytes and storage.address < other.address + other.nbytes
+
+    return any(tensor is not None and same(tensor.storage) for tensor in map(tensor_of, launch.args))
 
 
 def _triple(value: int | tuple[int, ...]) -> tuple[int, int, int]:

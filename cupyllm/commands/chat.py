@@ -71,7 +71,9 @@ def run(*, system: str | None, as_json: bool, **shared: Any) -> int:
     output = Output(as_json)
     any_text()
     lines = _typed_lines(_prompt_session()) if terminal else _piped_lines()
-    with session.open_runtime(output, options.backend, options.dtype) as runtime:
+    with session.open_runtime(
+        output, options.backend, options.dtype, batch_invariant=options.batch_invariant
+    ) as runtime:
         with session.open_weights(output, model=options.model, size=None, layers=None) as weights:
             tokenizer = chat_tokenizer(weights, options.think)
             for line in tokenizer.notes:
@@ -83,7 +85,7 @@ def run(*, system: str | None, as_json: bool, **shared: Any) -> int:
                 output, options, runtime, weights, [limit], prompt_tokens=limit, least_tokens=LEAST_CONTEXT
             )
             context = min(limit, plan.num_tokens)
-            with open_engine(runtime, weights, dtype, plan) as engine:
+            with open_engine(runtime, weights, dtype, plan, options.batch_invariant) as engine:
                 chat = Chat(engine, tokenizer, weights.codec, params, options, context, output, terminal)
                 if system is not None:
                     chat.set_system(system)

@@ -32,6 +32,7 @@ def run(
     check_lossless: bool,
     logits_out: str | None,
     variants: tuple[str, ...],
+    batch_invariant: bool,
     seed: int | None,
     yes: bool,
     as_json: bool,
@@ -44,7 +45,7 @@ def run(
         inputs.check_not_read(logits_out, "--logits-out", [prompt_file, ids])
     forced = session.parse_variants(variants)
     output = Output(as_json)
-    with PeakSampler() as memory, session.open_runtime(output, backend, dtype, variants) as runtime:
+    with PeakSampler() as memory, session.open_runtime(output, backend, dtype, variants, batch_invariant) as runtime:
         layers = session.default_layers(backend, model, size, layers)
         with session.open_weights(output, model=model, size=size, layers=layers, seed=seed, yes=yes) as weights:
             if logits_out is not None:
@@ -54,7 +55,9 @@ def run(
             chosen = session.choose_dtype(dtype, runtime, weights.checkpoint)
             output.begin()
             with (
-                closing(session.make_engine(weights.checkpoint, runtime, chosen, forced, weights.codec)) as engine,
+                closing(
+                    session.make_engine(weights.checkpoint, runtime, chosen, forced, weights.codec, batch_invariant)
+                ) as engine,
                 np.errstate(over="ignore", invalid="ignore", divide="ignore"),  # told as `nonfinite`
             ):
                 wanted = logits_out is not None or check_lossless

@@ -56,7 +56,9 @@ def run(
         raise InputError("--think and --no-think are for chat templates, expected --chat with them; leave them out")
     output = Output(as_json)
     any_text()
-    with session.open_runtime(output, options.backend, options.dtype) as runtime:
+    with session.open_runtime(
+        output, options.backend, options.dtype, batch_invariant=options.batch_invariant
+    ) as runtime:
         with session.open_weights(output, model=options.model, size=None, layers=None) as weights:
             prompts = _prompts(weights, prompt, prompt_file, ids, chat, options.think)
             for line in [] if weights.codec.tokenizer is None else weights.codec.tokenizer.notes:
@@ -69,7 +71,7 @@ def run(
             output.note(line)
             prompt_tokens = sum(len(ids) for _, ids in prompts)
             dtype, plan = make_plan(output, options, runtime, weights, lengths, prompt_tokens=prompt_tokens)
-            with open_engine(runtime, weights, dtype, plan) as engine:
+            with open_engine(runtime, weights, dtype, plan, options.batch_invariant) as engine:
                 work = _Work(engine, weights.codec, options.stop, output, logprobs is not None)
                 for _, prompt_ids in prompts:
                     work.submit(prompt_ids, params, max_tokens, n, ignore_eos)

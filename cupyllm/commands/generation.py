@@ -62,6 +62,7 @@ class Options:
     kv_memory: str | None
     stream: bool | None
     think: bool | None
+    batch_invariant: bool
 
     def check(self) -> None:
         """Raise InputError for what is wrong whatever the model is."""
@@ -189,7 +190,9 @@ def make_plan(
 
 
 @contextmanager
-def open_engine(runtime: Runtime, weights: Weights, dtype: str, plan: Plan) -> Iterator[Engine]:
+def open_engine(
+    runtime: Runtime, weights: Weights, dtype: str, plan: Plan, batch_invariant: bool = False
+) -> Iterator[Engine]:
     """An engine whose runner has the plan's sizes."""
     runner: Runner
     if runtime.backend is None:
@@ -218,6 +221,7 @@ def open_engine(runtime: Runtime, weights: Weights, dtype: str, plan: Plan) -> I
             max_sequences=plan.max_sequences,
             mode=plan.mode,
             kv_bytes=plan.kv_bytes,
+            batch_invariant=batch_invariant,
         )
     with closing(runner), np.errstate(over="ignore", invalid="ignore"):  # the sampler says which logit is no number
         yield Engine(runner, stop_ids=stop_ids(weights), valid_vocab=weights.codec.valid_vocab)

@@ -108,7 +108,9 @@ def default_layers(backend: str, model: str | None, size: str | None, layers: in
     return SIMULATED_LAYERS if layers is None and backend == "sim" and model is None and size is None else layers
 
 
-def open_runtime(output: Output, backend: str, dtype: str | None, variants: Sequence[str] = ()) -> Runtime:
+def open_runtime(
+    output: Output, backend: str, dtype: str | None, variants: Sequence[str] = (), batch_invariant: bool = False
+) -> Runtime:
     """The runtime, announced with the reason; refuses what its backend cannot do."""
     if backend == "sim":
         _refuse_unsimulated(parse_variants(variants))
@@ -118,6 +120,10 @@ def open_runtime(output: Output, backend: str, dtype: str | None, variants: Sequ
         raise InputError("--dtype bfloat16 with the reference backend: it computes in float32; leave --dtype out")
     if runtime.name == "reference" and variants:
         raise InputError("--variant with the reference backend: it has no kernels; use --backend cuda or sim")
+    if runtime.name == "reference" and batch_invariant:
+        raise InputError(
+            "--batch-invariant with the reference backend: NumPy sums as it likes; use --backend cuda or sim"
+        )
     return runtime
 
 
@@ -148,7 +154,12 @@ def choose_dtype(requested: str | None, runtime: Runtime, source: WeightSource) 
 
 
 def make_engine(
-    source: WeightSource, runtime: Runtime, dtype: str, forced: dict[str, str] | None = None, codec: Codec | None = None
+    source: WeightSource,
+    runtime: Runtime,
+    dtype: str,
+    forced: dict[str, str] | None = None,
+    codec: Codec | None = None,
+    batch_invariant: bool = False,
 ) -> Engine:
     """The engine of `runtime`. `codec` tells which ids are padding of the vocabulary and never the argmax."""
     valid_vocab = None if codec is None else codec.valid_vocab
@@ -158,7 +169,9 @@ def make_engine(
         return ReferenceEngine(source, "float64" if dtype == "float64" else "float32", valid_vocab=valid_vocab)
     from cupyllm.model.engine import DeviceEngine
 
-    return DeviceEngine(source, runtime.backend, dtype, forced=forced, valid_vocab=valid_vocab)
+    return DeviceEngine(
+        source, runtime.backend, dtype, forced=forced, batch_invariant=batch_invariant, valid_vocab=valid_vocab
+    )
 
 
 def device_peaks(runtime: Runtime) -> tuple[int | None, int | None]:

@@ -120,12 +120,13 @@ class DeviceEngine:
         dtype: str = "float32",
         *,
         forced: dict[str, str] | None = None,
+        batch_invariant: bool = False,
         valid_vocab: int | None = None,
     ) -> None:
         assert dtype in ("float32", "bfloat16"), dtype
         self.source, self.backend, self.dtype = source, backend, dtype
         self.config: ModelConfig = source.config
-        self.forced = forced or {}
+        self.forced, self.batch_invariant = forced or {}, batch_invariant
         self.valid_vocab = valid_vocab or self.config.vocab_size
         self.backend_name, self.device_name = backend.name, backend.device_name
         self.chosen: dict[str, str] = {}  # node -> variant, of everything recorded so far
@@ -264,6 +265,10 @@ class DeviceEngine:
             self._updater = Updates(self.backend, largest, self.forced)
         return self._updater
 
+    def recorder(self) -> Recorder:
+        """For launches of this engine."""
+        return Recorder.of(self.backend, self.forced, self.batch_invariant)
+
     def close(self) -> None:
         """Free every device and pinned byte."""
         self.backend.synchronize()  # after an error in the middle of a pass its launches are still queued
@@ -325,7 +330,7 @@ class DeviceEngine:
             return state.space.programs[key]
         nodes = layer_nodes(self.config, index, state.batch, state.tokens, state.segments)
         params = lay.tensors(address)
-        rec = Recorder.of(self.backend, self.forced)
+        rec = self.recorder()
         source = state.x[0] if backward else state.x[parity]
         values = {"x": source, "cos": state.cos, "sin": state.sin}
         if state.segment_ids is not None:
@@ -388,7 +393,7 @@ class DeviceEngine:
         with Space(self.backend) as scratch:
             table = scratch.put(rows)
             index = scratch.put(batch.inverse)
-            rec = Recorder.of(self.backend, self.forced)
+            rec = self.recorder()
             rope_op.rope_table(rec, state.positions, state.frequencies, factor, state.cos, state.sin)
             node = Node("embed_tokens", "embedding", ("ids",), ("x",), ("table",), {"dtype": self.dtype})
             graph.forward(rec, [node], {"ids": index}, {"table": table}, {"x": state.x[0]})
@@ -410,7 +415,7 @@ class DeviceEngine:
             table = scratch.put(np.zeros((count, self.config.hidden_size), np.float32))
             grad = scratch.tensor((count, self.config.hidden_size), "float32")
             node = Node("embed_tokens", "embedding", ("ids",), ("x",), ("table",), {"dtype": self.dtype})
-            rec = Recorder.of(self.backend, self.forced)
+            rec = self.recorder()
             known, saved = graph.forward(rec, [node], {"ids": index}, {"table": table})
             graph.backward(rec, [node], known, saved, {"x": d_x}, {"table": grad})
             self.backend.run(scratch.load(rec))
@@ -494,7 +499,7 @@ class DeviceEngine:
                 stop = min(start + state.chunk, rows)
                 values, bind = self._chunk_values(state, x, start, stop)
                 bind["normed"] = out.rows(0, stop - start)
-                rec = Recorder.of(self.backend, self.forced)
+                rec = self.recorder()
                 graph.forward(rec, self._head_nodes(), values, params, bind)
                 self.backend.run(self._load(state, rec), self.compute)
                 self.backend.synchronize()
@@ -540,7 +545,7 @@ class DeviceEngine:
         for start in range(0, state.rows, state.chunk):
             stop = min(start + state.chunk, state.rows)
             values, bind = self._chunk_values(state, x, start, stop)
-            rec = Recorder.of(self.backend, self.forced)
+            rec = self.recorder()
             known, saved = graph.forward(rec, nodes, values, params, bind)
             d_loss = {"loss": state.d_losses.rows(start, stop)}
             target = {"x": state.dx[0].rows(start, stop)}

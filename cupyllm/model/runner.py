@@ -66,9 +66,10 @@ class DeviceRunner:
         mode: str = "stream",
         kv_bytes: int | None = None,
         forced: dict[str, str] | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """`kv_bytes`: device bytes that pages may take (None: whatever they need); at least one layer's travels."""
-        self.engine = DeviceEngine(source, backend, dtype, forced=forced)
+        self.engine = DeviceEngine(source, backend, dtype, forced=forced, batch_invariant=batch_invariant)
         self.config, self.backend, self.dtype, self.mode = source.config, backend, dtype, mode
         self.backend_name, self.device_name = backend.name, backend.device_name
         self.page_tokens, self.num_pages, self.max_pages = page_tokens, num_pages, max_pages
@@ -230,7 +231,7 @@ class DeviceRunner:
         return logits
 
     def _recorder(self) -> Recorder:
-        return Recorder.of(self.backend, self.engine.forced)
+        return self.engine.recorder()
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

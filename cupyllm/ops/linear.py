@@ -8,7 +8,8 @@ dtype, their gradients in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 
 from cupyllm.backend.base import ITEMSIZE, KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
@@ -20,12 +21,28 @@ THREADS = 256
 COLUMNS = 32  # columns of a block of the bias gradient
 
 
-def _fits_wgmma(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
-    return linear_sm90.fits(inputs, params)
+MAKERS: dict[str, ModuleType] = {"wgmma": linear_sm90, "mma": linear_mma}  # variant -> who makes its products
 
 
-def _fits_mma(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
-    return linear_mma.fits(inputs, params)
+def _variant(name: str, min_capability: int, max_capability: int | None, note: str) -> Variant:
+    """Of tensor cores. A maker is a module with SOURCE, makes(form, a, b, c), prefers(rec, form, rows, cols, depth) and
+    product(rec, form, a, b, c, bias, accumulate=)."""
+    maker = MAKERS[name]
+
+    def fits(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
+        return bool(maker.makes(*_forward_product(inputs[0], params[0], attrs)))
+
+    def prefers(rec: Recorder, inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
+        (rows, depth), cols = inputs[0].shape, params[0].shape[0]
+        return bool(maker.prefers(rec, _forward_product(inputs[0], params[0], attrs)[0], rows, cols, depth))
+
+    return Variant(name, maker.SOURCE, min_capability, max_capability, fits, prefers, tensor_cores=True, note=note)
+
+
+def _forward_product(x: Spec, weight: Spec, attrs: Attrs) -> tuple[str, Spec, Spec, Spec]:
+    """(form, A, B, C) of y = x weight^T; form "head" has another dtype than x."""
+    y = Spec((x.shape[0], weight.shape[0]), attrs.get("out_dtype", x.dtype))
+    return "forward" if y.dtype == x.dtype else "head", x, weight, y
 
 
 class Linear(Op):
@@ -33,24 +50,8 @@ class Linear(Op):
 
     name = "linear"
     variants = (
-        Variant(
-            "wgmma",
-            linear_sm90.SOURCE,
-            90,
-            90,
-            _fits_wgmma,
-            tensor_cores=True,
-            note="tensor cores; bfloat16, M and K multiples of 8; bits independent of N",
-        ),
-        Variant(
-            "mma",
-            linear_mma.SOURCE,
-            80,
-            None,
-            _fits_mma,
-            tensor_cores=True,
-            note="tensor cores; bfloat16, any shape; bits independent of N",
-        ),
+        _variant("wgmma", 90, 90, "tensor cores; bfloat16, M and K multiples of 8; bits independent of N"),
+        _variant("mma", 80, None, "tensor cores; bfloat16, any shape; bits independent of N"),
         Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),
     )
     differentiable = (True,)
@@ -85,11 +86,9 @@ class Linear(Op):
         x, weight, y = inputs[0], params[0], outputs[0]
         assert x is not None
         bias = params[1] if len(params) == 2 else None
-        if variant.name == "wgmma":
-            linear_sm90.product(rec, "forward" if y.dtype == "bfloat16" else "head", x, weight, y, bias)
-            return x, weight
-        if variant.name == "mma":
-            linear_mma.product(rec, "forward" if y.dtype == "bfloat16" else "head", x, weight, y, bias)
+        if variant.name in MAKERS:
+            form = "forward" if y.dtype == x.dtype else "head"
+            MAKERS[variant.name].product(rec, form, x, weight, y, bias)
             return x, weight
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
         run = _kernel("linear_forward", x, weight, y)
@@ -110,28 +109,44 @@ class Linear(Op):
         (x, weight), d_y, d_x = saved, d_outputs[0], d_inputs[0]
         assert x is not None and weight is not None and d_y is not None
         (num_rows, depth), num_cols = x.shape, weight.shape[0]
-        name = self.select(rec, [x], [weight], attrs).name
-        product: Callable[..., None] | None = None  # of a variant for tensor cores
-        if name == "wgmma" and linear_sm90.fits_backward(num_rows, d_y):
-            product = linear_sm90.product
-        elif name == "mma" and linear_mma.fits_backward(d_y):
-            product = linear_mma.product
         shape = (num_rows, num_cols, depth)
-        if d_x is not None and product is not None:
-            product(rec, "dgrad", d_y, weight, d_x)
-        elif d_x is not None:
-            run = _kernel("linear_dgrad", x, weight, d_y)
-            rec.launch(run, _tiles(num_rows) * _tiles(depth), THREADS, d_y, weight, d_x, *shape)
-        if d_params[0] is not None and product is not None:
-            product(rec, "wgrad", d_y, x, d_params[0], accumulate=accumulate)
-        elif d_params[0] is not None:
-            run = _kernel("linear_wgrad", x, weight, d_y)
-            grid = _tiles(num_cols) * _tiles(depth)
-            rec.launch(run, grid, THREADS, d_y, x, d_params[0], *shape, int(accumulate))
+        if d_x is not None:
+            maker = self._maker(rec, "dgrad", d_y, weight, d_x)
+            if maker is not None:
+                maker.product(rec, "dgrad", d_y, weight, d_x)
+            else:
+                run = _kernel("linear_dgrad", x, weight, d_y)
+                rec.launch(run, _tiles(num_rows) * _tiles(depth), THREADS, d_y, weight, d_x, *shape)
+        if d_params[0] is not None:
+            maker = self._maker(rec, "wgrad", d_y, x, d_params[0])
+            if maker is not None:
+                maker.product(rec, "wgrad", d_y, x, d_params[0], accumulate=accumulate)
+            else:
+                run = _kernel("linear_wgrad", x, weight, d_y)
+                grid = _tiles(num_cols) * _tiles(depth)
+                rec.launch(run, grid, THREADS, d_y, x, d_params[0], *shape, int(accumulate))
         if len(d_params) == 2 and d_params[1] is not None:
             run = _kernel("linear_bgrad", x, weight, d_y)
             grid = -(-num_cols // COLUMNS)
             rec.launch(run, grid, THREADS, d_y, d_params[1], num_rows, num_cols, int(accumulate))
+
+    def _maker(self, rec: Recorder, form: str, a: Spec, b: Spec, c: Spec) -> ModuleType | None:
+        """Who makes a product of the backward: the forced variant where it can, else the first that can and is
+        preferred; None is linear.cu."""
+        forced, (rows, cols) = rec.forced.get(self.name), c.shape
+        depth = a.shape[0 if form == "wgrad" else 1]
+        if forced == "plain":
+            return None
+        able = [
+            v.name
+            for v in self.variants
+            if v.name in MAKERS
+            and v.runs_on(rec.capability, rec.tensor_cores)
+            and MAKERS[v.name].makes(form, a, b, c)
+            and (v.name == forced or MAKERS[v.name].prefers(rec, form, rows, cols, depth))
+        ]
+        able.sort(key=lambda name: name != forced)  # stable: the forced one first
+        return MAKERS[able[0]] if able else None
 
     def cost(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> tuple[Cost, Cost]:
         x, weight = inputs[0], params[0]

@@ -8,7 +8,6 @@ the faster tile at each of 108 products (H200).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cupyllm.backend.base import KernelSpec, Spec, Tensor, kernel
@@ -67,15 +66,15 @@ LARGE, SMALL = Tile(128, 64, 3), Tile(64, 32, 6)
 DESIGNS = ((LARGE, 16), (SMALL, 16), (SMALL, 4), (SMALL, 2))  # tile, bytes of a copy: what is compiled for each form
 
 
-def fits(inputs: Sequence[Spec], params: Sequence[Spec]) -> bool:
-    """Whether the forward can be made here: bfloat16 operands of any shape."""
-    extents = (*inputs[0].shape, *params[0].shape)
-    return inputs[0].dtype == params[0].dtype == "bfloat16" and max(extents) < MAX_EXTENT
+def makes(form: str, a: Spec, b: Spec, c: Spec) -> bool:
+    """Whether this variant can make the product: bfloat16 operands of any shape."""
+    _, _, dtype = FORMS[form]
+    return a.dtype == b.dtype == "bfloat16" and c.dtype == dtype and max(*a.shape, *b.shape) < MAX_EXTENT
 
 
-def fits_backward(d_y: Spec) -> bool:
-    """Whether a layer whose forward fits has gradients that do: not those of float32 logits."""
-    return d_y.dtype == "bfloat16"
+def prefers(rec: Recorder, form: str, rows: int, cols: int, depth: int) -> bool:
+    """Whether a product that fits is taken here unasked."""
+    return True
 
 
 def copy_bytes(form: str, rows: int, cols: int, depth: int) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -130,15 +129,16 @@ class Choice:
     by_columns: int
 
 
-def fits(inputs: Sequence[Spec], params: Sequence[Spec]) -> bool:
-    """Whether the forward can be made here: bfloat16 operands, and row pitches of whole 16 bytes."""
-    num_cols, depth = params[0].shape
-    return inputs[0].dtype == params[0].dtype == "bfloat16" and num_cols % 8 == 0 and depth % 8 == 0 and depth > 0
+def makes(form: str, a: Spec, b: Spec, c: Spec) -> bool:
+    """Whether this variant can make the product: bfloat16 operands, row pitches of 16 bytes, a sum of something."""
+    _, _, dtype = FORMS[form]
+    pitches = (a.shape[1], b.shape[1], c.shape[1])
+    return a.dtype == b.dtype == "bfloat16" and c.dtype == dtype and all(n % 8 == 0 for n in pitches) and a.size > 0
 
 
-def fits_backward(num_rows: int, d_y: Spec) -> bool:
-    """Whether a layer whose forward fits has gradients that do: not those of float32 logits, nor sums of nothing."""
-    return d_y.dtype == "bfloat16" and num_rows > 0
+def prefers(rec: Recorder, form: str, rows: int, cols: int, depth: int) -> bool:
+    """Whether a product that fits is taken here unasked."""
+    return True
 
 
 def product(

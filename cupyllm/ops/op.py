@@ -22,13 +22,17 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "float16")  # stored parameters; arithme
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run an op. The first variant of a table that fits is taken; the last fits everything."""
+    """One way to run an op. The first variant of a table that fits and is preferred is taken; the last is always so.
+
+    `fits`: whether it can be forced here; `prefers`: whether it is taken unasked where it fits.
+    """
 
     name: str  # "plain"
     source: str  # "linear.cu"
     min_capability: int = 80
     max_capability: int | None = None  # of code for one architecture only (sm_90a); None: every later one
     fits: Callable[[Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda inputs, params, attrs: True
+    prefers: Callable[[Recorder, Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda rec, inputs, params, attrs: True
     tensor_cores: bool = False  # a device without them (the tests' emulator) takes another
     note: str = ""  # one line for `doctor --variants`
 
@@ -122,13 +126,15 @@ class Op:
         raise NotImplementedError
 
     def select(self, rec: Recorder, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> Variant:
-        """The first variant that this device and these shapes allow, or the forced one."""
+        """The first preferred variant that this device and these shapes allow, or the forced one."""
         present = [spec for spec in inputs if spec is not None]
         forced = rec.forced.get(self.name)
         for variant in self.variants:
             if forced is not None and variant.name != forced:
                 continue
-            if variant.runs_on(rec.capability, rec.tensor_cores) and variant.fits(present, params, attrs):
+            if not variant.runs_on(rec.capability, rec.tensor_cores) or not variant.fits(present, params, attrs):
+                continue
+            if forced is not None or variant.prefers(rec, present, params, attrs):
                 rec.chosen[rec.node or self.name] = variant.name
                 return variant
         names = ", ".join(v.name for v in self.variants)

@@ -53,6 +53,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (["forward", "--backend", "reference", "--dtype", "bfloat16"], "bfloat16"),
         (["grad-check", "--backend", "reference", "--dtype", "bfloat16"], "bfloat16"),
         (["forward", "--backend", "reference", "--variant", "linear=plain"], "no kernels"),
+        (["forward", "--backend", "reference", "--batch-invariant"], "use --backend cuda or sim"),
         (["forward", "--variant", "linear"], "OP=NAME"),
         (["forward", "--variant", "convolution=plain"], "swiglu"),
         (["forward", "--variant", "linear=magic"], "expected one of wgmma, mma, plain"),

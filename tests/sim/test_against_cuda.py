@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyllm import ops
-from cupyllm.backend.base import Backend, Launch, Spec, Tensor
+from cupyllm.backend.base import NUMPY_DTYPE, Backend, Launch, Spec, Tensor
 from cupyllm.backend.compile import compile_ptx_many
 from cupyllm.backend.eager import OpRun, Session
 from cupyllm.backend.record import Recorder
 from cupyllm.backend.sim import SimBackend
-from cupyllm.ops import adamw, grad_norm, rope
+from cupyllm.ops import adamw, grad_norm, linear_mma, rope
 from cupyllm.ops.cases import draw, draw_cotangents, op_attrs, specs
 from cupyllm.ops.op import Case
 from cupyllm.sim import ptx
-from tests.backend.every_kernel import every_kernel
+from tests.backend.every_kernel import every_kernel, every_mma_design
 from tests.ops import opcheck
 from tests.simulated import new_simulator
 
@@ -193,9 +194,29 @@ def test_the_head(devices: tuple[SimBackend, Backend]) -> None:
         both(devices, [drawn.inputs[0], drawn.params[0], d_y], results, record)
 
 
+MMA_DESIGNS = [(form, choice) for form in linear_mma.FORMS for choice in linear_mma.DESIGNS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "choice"), MMA_DESIGNS, ids=str)
+def test_designs_of_mma(devices: tuple[SimBackend, Backend], form: str, choice: Any) -> None:
+    """Each tile and each width of copies, also where the chooser would take another."""
+    a_mn, b_mn, dtype = linear_mma.FORMS[form]
+    rows, cols, depth = 72, 136, 88
+    rng = np.random.default_rng(5)
+    shapes = ((depth, rows) if a_mn else (rows, depth), (depth, cols) if b_mn else (cols, depth))
+    a, b = (rng.standard_normal(shape).astype(NUMPY_DTYPE["bfloat16"]) for shape in shapes)
+
+    def record(rec: Recorder, x: list[Tensor], y: list[Tensor]) -> None:
+        linear_mma.product(rec, form, x[0], x[1], y[0], choice=choice)
+
+    both(devices, [a, b], [Spec((rows, cols), dtype)], record)
+
+
 def test_every_kernel_is_compared() -> None:
     """By test_ops, or by one of the tests of the launchers outside the graph."""
     compared = {launch.kernel for call in CALLS for launch in call.launches()}
+    compared |= {launch.kernel for launch in every_mma_design(SimBackend.capability)}
     missing = {spec.symbol for spec in every_kernel(SimBackend.capability) if spec not in compared}
     outside = ("adamw_", "sum_of_squares_", "scale_", "rope_table", "linear_")
     assert not {symbol for symbol in missing if not symbol.startswith(outside)}
