@@ -23,6 +23,9 @@ from cupyllm.errors import CupyllmError
 CHECK_FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 MAX_LAYERS, MAX_STEPS = 10_000, 1_000_000
+BENCH_PEERS, BENCH_FORMS = ("torch", "cublas"), ("forward", "dgrad", "wgrad")
+BENCH_PROJECTIONS, MAX_BENCH_ROWS = ("qkv", "q", "kv", "o", "gate-up", "down"), 1 << 20
+BENCH_FORMATS = ("int8", "int4", "nf4")
 STREAM_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -113,6 +116,33 @@ class Positive(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value} is not a number, expected one over 0.", param, ctx)
         return number
+
+
+class Several(click.ParamType):
+    """Values that commas separate, each once: names, or numbers from 1."""
+
+    name = "list"
+
+    def __init__(self, choices: Sequence[str] = (), maximum: int = 0) -> None:
+        self.choices, self.maximum = choices, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        found = [self._one(word.strip(), param, ctx) for word in str(value).split(",")]
+        for item in found:
+            if found.count(item) > 1:
+                self.fail(f"{item} is given twice, expected each value once.", param, ctx)
+        return tuple(found)
+
+    def _one(self, word: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if self.choices:
+            if word.lower() not in self.choices:
+                self.fail(f"{word!r} is not one of {', '.join(self.choices)}.", param, ctx)
+            return word.lower()
+        if not (word.isascii() and word.isdigit()) or len(word) > 18 or not 1 <= int(word) <= self.maximum:
+            self.fail(f"{word!r} is no number from 1 to {self.maximum}.", param, ctx)
+        return int(word)
 
 
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -341,6 +371,83 @@ def sim_check(**arguments: Any) -> int:
     from cupyllm.commands import sim_check as command
 
     return command.run(**arguments)
+
+
+@cli.group(no_args_is_help=False, invoke_without_command=True)
+@click.pass_context
+def bench(context: click.Context) -> None:
+    """Measure this GPU: `bench op NAME`.
+
+    A peer's work is timed in the same run, in turns with ours, on random inputs that no cache holds.
+    """
+    if context.invoked_subcommand is None:
+        raise click.UsageError("no benchmark was given, expected `bench op NAME`", context)
+
+
+@bench.command("op")
+@click.argument("name", metavar="NAME")
+@click.option("--peer", type=click.Choice(BENCH_PEERS), help="Also time torch's, or cuBLAS's through cupyllm.")
+@click.option(
+    "--size",
+    type=click.Choice(SIZES, case_sensitive=False),
+    default="32b",
+    show_default=True,
+    help="Whose shapes: of this Qwen3.",
+)
+@click.option(
+    "--m",
+    "rows",
+    type=Several(maximum=MAX_BENCH_ROWS),
+    metavar="M,...",
+    default="1,16,512,4096",
+    show_default=True,
+    help="Rows: tokens of a batch.",
+)
+@click.option(
+    "--form",
+    "forms",
+    type=Several(BENCH_FORMS),
+    metavar="FORM,...",
+    default="forward",
+    show_default=True,
+    help=f"Of {', '.join(BENCH_FORMS)}.",
+)
+@click.option(
+    "--projection",
+    "projections",
+    type=Several(BENCH_PROJECTIONS),
+    metavar="NAME,...",
+    default=",".join(BENCH_PROJECTIONS),
+    show_default=True,
+    help="Weights; kv is one of the two, qkv and gate-up are fused.",
+)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--variant", metavar="NAME", help="Force a kernel variant (doctor --variants) instead of the chosen one.")
+@click.option(
+    "--format",
+    "formats",
+    type=Several(BENCH_FORMATS),
+    metavar="FORMAT,...",
+    default=(),
+    help=f"Of quantized_linear's weights, of {', '.join(BENCH_FORMATS)}. Default: all.",
+)
+@json_option
+@click.option("--out", metavar="FILE", help="Also write the JSON object here.")
+def bench_op(**arguments: Any) -> int:
+    """Time an op on this GPU: microseconds, TFLOP/s, GB/s, share of the read bandwidth, ratio to a peer.
+
+    \b
+    cupyllm bench op linear                                 what decoding and prefill of Qwen3-32B take
+    cupyllm bench op linear --peer torch --m 4096 --form forward,dgrad,wgrad
+    cupyllm bench op linear --peer cublas --size 8b --out linear.json
+    cupyllm bench op linear --variant mma --m 512 --projection q,down
+    cupyllm bench op quantized_linear --peer cublas --m 1,4096 --projection gate-up,down
+
+    Exit status 1: a result differs from the peer's by more than rounding explains.
+    """
+    from cupyllm.commands import bench as command
+
+    return command.run_op(**arguments)
 
 
 @cli.command()

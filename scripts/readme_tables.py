@@ -55,6 +55,35 @@ def bfloat16_table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def linear_table(report: dict[str, Any]) -> list[str]:
+    """Ratios to torch, a section a line; then few rows of Qwen3-32B beside the read bandwidth."""
+    lines = ["| products | goal | geometric mean | worst | |", "|---|---|---|---|---|"]
+    for name, part in report["sections"].items():
+        mean, worst = (_ratio(part[key]) for key in ("geometric_mean", "worst"))
+        lines.append(f"| {name} ({len(part['rows'])}) | {part['goal']} | {mean} | {worst} | {_met(part)} |")
+    few = report["sections"].get("few rows", {"rows": []})["rows"]
+    shown = [row for row in few if row["size"] == "32b" and row["M"] in (1, 16) and "skipped" not in row]
+    if shown:
+        lines += [
+            "",
+            "| Qwen3-32B, rows | variant | us | share of the read bandwidth | torch / ours |",
+            "|---|---|---|---|---|",
+        ]
+    for row in shown:
+        share = f"{100 * row['read_share']:.0f}%"
+        cells = (f"{row['projection']}, {row['M']}", row["variant"], f"{row['us']:.1f}", share, _ratio(row["ratio"]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _ratio(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f}"
+
+
+def _met(part: dict[str, Any]) -> str:
+    return "met" if part["met"] else "not met"
+
+
 def section() -> str:
     spine, bf16 = load("spine.json"), load("bf16_parity.json")
     layer = spine["commands"]["grad-check, layer of Qwen3-32B, float32"]["result"]["layer"]["errors"]
@@ -72,6 +101,16 @@ def section() -> str:
         "",
         *bfloat16_table(bf16),
     ]
+    if (ROOT / "benchmarks" / "linear.json").is_file():
+        linear = load("linear.json")
+        lines += [
+            "",
+            f"Matrix products beside torch {linear['torch']} (cuBLAS) in one run, {linear['device']}, driver "
+            f"{linear['driver']}, {linear['date']}: torch's time over ours, medians on rotated random inputs, read "
+            f"bandwidth {linear['read_gb_per_s']:.0f} GB/s:",
+            "",
+            *linear_table(linear),
+        ]
     return "\n".join(lines)
 
 

@@ -111,7 +111,8 @@ class TensorMap:
     """A TMA descriptor of a whole 2-D tensor, passed by value (128 bytes, `const __grid_constant__`; Hopper and later).
 
     `box`: rows and columns that one copy moves. Boxes lie in shared memory with rows of 64 or 128 bytes, swizzled over
-    as many. A backend makes the descriptor when it loads the program, since it holds the tensor's address.
+    as many, or of another multiple of 16 bytes, as they are. A backend makes the descriptor when it loads the program,
+    since it holds the tensor's address.
     """
 
     tensor: Tensor
@@ -125,7 +126,8 @@ class TensorMap:
             self.tensor.dtype,
             self.tensor.offset,
         )
-        assert 1 <= self.box[0] <= 256 and self.box[1] * size in (64, 128), (self.box, self.tensor)
+        assert all(1 <= extent <= 256 for extent in self.box), (self.box, self.tensor)
+        assert self.box[1] * size % 16 == 0, (self.box, self.tensor)
 
 
 Argument = Tensor | TensorMap | int | np.float32 | np.float64 | None  # None is a null pointer

@@ -2,7 +2,8 @@
 
 CuPy's arrays and memory pool are not used: the pool is per stream and knows nothing of other streams' readers
 (design: backend/record.py lays memory out beforehand). Kernels come from backend/compile.py as cubins, are loaded with
-cupy.RawModule(path=...) and launched with arguments packed once (backend/program.py).
+cupy.RawModule(path=...) and launched with arguments packed once (backend/program.py): by cuLaunchKernel, programmatic
+launches by cuLaunchKernelEx (backend/dependent.py), products of cuBLAS by the library (backend/cublas.py).
 Importing this module touches no device; making a CudaBackend does.
 """
 
@@ -13,22 +14,22 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from cupyllm.backend import compile as kernels
-from cupyllm.backend import nvrtc, tensor_map
+from cupyllm.backend import cublas, dependent, nvrtc, tensor_map
 from cupyllm.backend.base import KernelSpec, Launch, TensorMap
+from cupyllm.backend.graph import Graph
 from cupyllm.backend.nvml import Meter
-from cupyllm.backend.program import Program
+from cupyllm.backend.program import Call, Program, Step
 from cupyllm.errors import BackendError, OutOfMemory
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
-_STATIC_SHARED_BYTES = 48 << 10  # above this, dynamic shared memory must be asked for
 _REMEMBERED_PROGRAMS = 4
 
 
@@ -65,9 +66,12 @@ class CudaBackend:
         self._lock = threading.Lock()
         self._live_bytes = self._peak_bytes = 0
         self._functions: dict[KernelSpec, int] = {}
-        self._loaded: list[Any] = []  # modules and kernels whose handles are in use
+        self._loaded: dict[KernelSpec, tuple[Any, Any, int]] = {}  # module, function, dynamic shared bytes it may have
         self._driver: Any = None  # libcuda, when a tensor map was asked for
+        self._dependent: dependent.Launcher | None = None  # when a programmatic launch was loaded
+        self._cublas: cublas.Cublas | None = None  # when a product of it was loaded
         self._recent: deque[Program] = deque(maxlen=_REMEMBERED_PROGRAMS)
+        self._captured: list[Program] | None = None  # what runs while a graph is captured
         with self._errors("opening the GPU"):
             self._meter = Meter(runtime.deviceGetPCIBusId(device))
             self._enter()
@@ -76,6 +80,7 @@ class CudaBackend:
         self.device_name = properties["name"].decode()
         self.capability = 10 * properties["major"] + properties["minor"]
         self.num_sms = int(properties["multiProcessorCount"])
+        self.l2_bytes = int(properties["l2CacheSize"])
         self.architecture = kernels.architecture(self.capability)
 
     # ---- memory ----
@@ -201,15 +206,27 @@ class CudaBackend:
             if stream is None:
                 self._runtime.streamSynchronize(0)
 
+    def compile(self, wanted: Iterable[KernelSpec]) -> None:
+        """Compile what the cache lacks, in parallel, for later loads."""
+        kernels.compile_many(wanted, self.architecture)
+
     def load(self, launches: Sequence[Launch]) -> Program:
         self._enter()
         dynamic: dict[KernelSpec, int] = {}
         for launch in launches:
-            dynamic[launch.kernel] = max(launch.shared_bytes, dynamic.get(launch.kernel, 0))
+            if launch.kernel.source == cublas.SOURCE:
+                self._functions[launch.kernel] = 0  # it has no handle of a kernel
+                self._open_cublas()
+            else:
+                dynamic[launch.kernel] = max(launch.shared_bytes, dynamic.get(launch.kernel, 0))
+        if self._dependent is None and any(self._starts_early(launch) for launch in launches):
+            self._dependent = dependent.Launcher(self._driver_error)
         missing = [kernel for kernel in dynamic if kernel not in self._functions]
         cubins = kernels.compile_many(missing, self.architecture)
         for kernel, cubin in cubins.items():
-            self._functions[kernel] = self._load_kernel(kernel, str(cubin.path), dynamic[kernel])
+            self._functions[kernel] = self._load_kernel(kernel, str(cubin.path))
+        for kernel, nbytes in dynamic.items():
+            self._allow_shared(kernel, nbytes)
         return Program(launches, self._functions, self._encode)
 
     def _encode(self, wanted: TensorMap) -> bytes:
@@ -217,28 +234,104 @@ class CudaBackend:
             self._driver = tensor_map.driver()
         return tensor_map.encode(self._driver, wanted)
 
-    def _load_kernel(self, kernel: KernelSpec, path: str, dynamic_bytes: int) -> int:
+    def _load_kernel(self, kernel: KernelSpec, path: str) -> int:
         with self._errors(f"loading {kernel.symbol} from {path}"):
             module = self._cupy.RawModule(path=path)
             function = module.get_function(kernel.symbol)
-            if dynamic_bytes > _STATIC_SHARED_BYTES:
-                function.max_dynamic_shared_size_bytes = dynamic_bytes
-            self._loaded += [module, function]
+            self._loaded[kernel] = (module, function, 0)
             return int(function.kernel.ptr)
+
+    def _allow_shared(self, kernel: KernelSpec, nbytes: int) -> None:
+        """Let launches of a loaded kernel have this much dynamic shared memory: a later list may want more."""
+        module, function, allowed = self._loaded[kernel]
+        if nbytes > allowed:
+            with self._errors(f"asking for {nbytes} bytes of shared memory for {kernel.symbol}"):
+                function.max_dynamic_shared_size_bytes = nbytes
+            self._loaded[kernel] = (module, function, nbytes)
+
+    def _open_cublas(self) -> None:
+        if self._cublas is None:
+            self._cublas = cublas.Cublas(self.allocate)
+
+    def _starts_early(self, launch: Launch) -> bool:
+        return launch.programmatic and self.capability >= dependent.MIN_CAPABILITY
+
+    def _bind(self, launch: Launch, call: Call) -> Step:
+        if launch.kernel.source == cublas.SOURCE:
+            assert self._cublas is not None
+            return self._cublas.step(launch, call[8])
+        if self._starts_early(launch):
+            assert self._dependent is not None
+            return self._dependent.step(call)
+        return self._launch, call
 
     def run(self, program: Program, stream: Any = None) -> None:
         self._enter()
-        launch = self._launch
         self._recent.append(program)
-        calls = program.calls(_pointer(stream))
+        if self._captured is not None:
+            self._captured.append(program)
         done = 0
         try:
-            for call in calls:
-                launch(*call)
+            for call, arguments in program.steps(_pointer(stream), self._bind):
+                call(*arguments)
                 done += 1
-        except self._driver_error as error:
+        except (self._driver_error, cublas.CublasError) as error:
             failed = program.launches[done]
             raise self._failure(f"launching {failed.kernel.symbol} (node {failed.node or '-'})", error) from error
+
+    def capture(self, work: Sequence[Program] | Callable[[Any], None]) -> Graph:
+        """A graph of these programs, or of what `work` starts on the stream that it is called with.
+
+        The stream is a new one, and nothing runs yet. Programs of cuBLAS among `work` must have been loaded before.
+        Raises BackendError, with the capture ended, where something cannot be captured.
+        """
+        self._enter()
+        stream, runtime = self.stream(), self._runtime
+        if self._cublas is not None:
+            with self._errors("opening cuBLAS"):
+                self._cublas.open(stream.ptr)  # it allocates, which a capture forbids
+        before, programs = self._captured, []  # type: tuple[list[Program] | None, list[Program]]
+        with self._errors("capturing a graph"):
+            runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
+            self._captured, ended = programs, False
+            try:
+                if callable(work):
+                    work(stream)
+                else:
+                    for program in work:
+                        self.run(program, stream)
+                ended = True  # also when it fails, the stream is no longer captured
+                graph = runtime.streamEndCapture(stream.ptr)
+                executable = runtime.graphInstantiate(graph)
+            except BaseException:
+                self._abandon(stream, ended)
+                raise
+            finally:
+                self._captured = before
+                for program in programs:
+                    program.forget(stream.ptr)  # another stream may get its handle
+        return Graph(self, runtime, (graph, executable), programs, lambda: self._forget(stream))
+
+    def _abandon(self, stream: Any, ended: bool) -> None:
+        """End a capture that failed; what it made is dropped, and its error is the one that counts."""
+        try:
+            if not ended:
+                self._runtime.graphDestroy(self._runtime.streamEndCapture(stream.ptr))
+        except self._runtime.CUDARuntimeError:
+            pass  # the capture was invalid: this ended it
+        self._forget(stream)
+
+    def _forget(self, stream: Any) -> None:
+        if self._cublas is not None:
+            self._cublas.forget(stream.ptr)
+
+    def launch_graph(self, graph: Graph, executable: int, stream: Any) -> None:
+        """Graph.launch."""
+        self._enter()
+        if graph.programs:
+            self._recent.append(graph.programs[-1])
+        with self._errors("launching a graph"):
+            self._runtime.graphLaunch(executable, _pointer(stream))
 
     def close(self) -> None:
         if os.getpid() == self._pid:
@@ -263,7 +356,7 @@ class CudaBackend:
     def _errors(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (self._runtime.CUDARuntimeError, self._driver_error) as error:
+        except (self._runtime.CUDARuntimeError, self._driver_error, cublas.CublasError) as error:
             raise self._failure(doing, error) from error
 
     def _failure(self, doing: str, error: Exception) -> BackendError:

@@ -117,7 +117,9 @@ def run_op(
                 session.empty(Spec(t.shape, t.dtype), f"d_input{i}") if t is not None and op.differentiable[i] else None
                 for i, t in enumerate(x)
             ]
-            if d_params is None:
+            if op.frozen:
+                dw = []
+            elif d_params is None:
                 dw = [session.empty(Spec(t.shape, "float32"), f"d_param{i}") for i, t in enumerate(w)]
             else:
                 dw = [session.put(a, f"d_param{i}") for i, a in enumerate(d_params)]

@@ -8,6 +8,7 @@ ready-made argument tuples. Packing at each launch, as CuPy's RawKernel does, co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from cupyllm.backend.base import Argument, KernelSpec, Launch, Tensor, TensorMap
 
 # (function, grid x y z, block x y z, dynamic shared bytes, stream, address of argument pointers, extra)
 Call = tuple[int, int, int, int, int, int, int, int, int, int, int]
+Step = tuple[Callable[..., Any], tuple[Any, ...]]  # what is called for one launch, and with what
 
 
 MAP_SLOTS, MAP_ALIGNMENT = 16, 8  # of a tensor map, in slots
@@ -43,6 +45,7 @@ class Program:
         self._values = self._memory[skipped : skipped + count]
         self._pointers = self._values.ctypes.data + 8 * np.array(slots or [0], np.uint64)
         self._calls: dict[int, list[Call]] = {}
+        self._steps: dict[int, list[Step]] = {}
         integers, floats, doubles = (self._values.view(dtype) for dtype in (np.int64, np.float32, np.float64))
         for start, launch in zip(self._starts, launches, strict=True):
             for slot, arg in zip(slots[start : start + len(launch.args)], launch.args, strict=True):
@@ -66,6 +69,20 @@ class Program:
             ]
             self._calls[stream] = found
         return found
+
+    def steps(self, stream: int, bind: Callable[[Launch, Call], Step]) -> list[Step]:
+        """What to call for each launch on this stream, as `bind` has it; made at the first use."""
+        found = self._steps.get(stream)
+        if found is None:
+            calls = self.calls(stream)
+            found = [bind(launch, call) for launch, call in zip(self.launches, calls, strict=True)]
+            self._steps[stream] = found
+        return found
+
+    def forget(self, stream: int) -> None:
+        """Drop what was made for this stream, which is about to end."""
+        self._calls.pop(stream, None)
+        self._steps.pop(stream, None)
 
     def describe(self) -> str:
         """The nodes it runs, first to last."""

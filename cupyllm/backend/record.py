@@ -77,14 +77,24 @@ class Recorder:
         """Record one launch. An empty grid (a tensor without elements) records nothing.
 
         `weights`: the launch is programmatic (Launch): its kernel reads this tensor before it waits for the launch
-        before it, unless that one names the same storage and may be writing it.
+        before it, unless one that may still be running names the same storage.
         """
         grid3, block3 = _triple(grid), _triple(block)
         assert min(block3) > 0 and block3[0] * block3[1] * block3[2] <= 1024, block3
         assert grid3[1] <= 65535 and grid3[2] <= 65535 and grid3[0] < 2**31, grid3
         if min(grid3) > 0:
-            early = weights is not None and bool(self.launches) and not _names(self.launches[-1], weights.storage)
+            early = weights is not None and self._settled(weights.storage)
             self.launches.append(Launch(kernel, grid3, block3, args, shared_bytes, self.node, early))
+
+    def _settled(self, storage: Storage) -> bool:
+        """Whether no launch that may still be running can be writing `storage`: those back to the last one that began
+        when all before it had ended. The first launch of a list waits for what came before the list."""
+        for launch in reversed(self.launches):
+            if _names(launch, storage):
+                return False
+            if not launch.programmatic:
+                return True
+        return False
 
 
 def _names(launch: Launch, storage: Storage) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from cupyllm.backend import compile as kernels
-from cupyllm.backend import nvrtc
+from cupyllm.backend import cublas, nvrtc
 from cupyllm.backend.base import Argument, KernelSpec, Launch, Tensor, TensorMap
 from cupyllm.errors import BackendError
 from cupyllm.hostmem import available_bytes
@@ -190,6 +190,7 @@ class SimBackend:
                 self.memory.forget(address, nbytes)
 
     def load(self, launches: Sequence[Launch]) -> SimProgram:
+        cublas.refuse(launches, "the simulator")
         with self._lock:
             self._load_kernels(dict.fromkeys(launch.kernel for launch in launches))
             for launch in launches:

@@ -16,7 +16,7 @@ from cupyllm.errors import BackendError
 
 NBYTES, ALIGNMENT = 128, 64
 _DTYPES = {"float32": 7, "bfloat16": 9}  # CUtensorMapDataType
-_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's row
+_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's row; other widths have none
 _NO_INTERLEAVE, _L2_PROMOTION_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 0
 
 
@@ -49,7 +49,7 @@ def encode(library: Any, tensor_map: TensorMap) -> bytes:
         (ctypes.c_uint32 * 2)(box_cols, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         _NO_INTERLEAVE,
-        _SWIZZLES[box_cols * size],
+        _SWIZZLES.get(box_cols * size, 0),
         _L2_PROMOTION_256_BYTES,
         _ZEROS_OUTSIDE,
     )

@@ -194,6 +194,6 @@ def _refuse_unsimulated(forced: dict[str, str]) -> None:
         variant = next(variant for variant in ops.get(op).variants if variant.name == name)
         if not variant.simulated:
             raise InputError(
-                f"--variant {op}={name} with --backend sim: it needs sm_{variant.min_capability} and is not simulated "
+                f"--variant {op}={name} with --backend sim: {variant.why_not_simulated} "
                 f"(the simulator is an sm_{SIMULATED_CAPABILITY}); leave it out, or use such a GPU"
             )

@@ -10,6 +10,7 @@ from cupyllm.ops.op import Op
 # Ops that a graph node may name. adamw and grad_norm are launchers outside the graph (no backward of their own).
 GRAPH_OPS = (
     *("embedding", "rmsnorm", "linear", "rope", "attention", "swiglu", "add", "cross_entropy"),
+    "quantized_linear",  # frozen parameters: no gradients but of x
     *("kv_append", "paged_attention"),  # generation only: no backward (Op.inference_only)
 )
 

@@ -40,7 +40,10 @@ def draw(case: Case, dtype: str = "float32", weight_dtype: str | None = None, se
     kinds = (*case.kinds, *("normal",) * (len(case.inputs) - len(case.kinds)))
     segments = _segments(case, kinds, rng)
     inputs = [_input(kind, shape, dtype, segments, rng) for kind, shape in zip(kinds, case.inputs, strict=True)]
-    params = [rng.standard_normal(shape).astype(NUMPY_DTYPE[weight_dtype or dtype]) for shape in case.params]
+    params = [
+        _param(kind, shape, weight_dtype or dtype, rng)
+        for kind, shape in zip(_param_kinds(case), case.params, strict=True)
+    ]
     return Drawn(inputs, params)
 
 
@@ -75,7 +78,33 @@ def specs(case: Case, dtype: str = "float32", weight_dtype: str | None = None) -
         None if kind == "none" else Spec(shape, _dtype_of(kind, dtype))
         for kind, shape in zip(kinds, case.inputs, strict=True)
     ]
-    return inputs, [Spec(shape, weight_dtype or dtype) for shape in case.params]
+    params = zip(_param_kinds(case), case.params, strict=True)
+    return inputs, [Spec(shape, _PARAM_DTYPE.get(kind, weight_dtype or dtype)) for kind, shape in params]
+
+
+_PARAM_DTYPE = {"bytes": "uint8", "scales": "float32", "int4_scales": "int32", "nested": "float32"}  # else as asked
+
+
+def _param_kinds(case: Case) -> tuple[str, ...]:
+    return (*case.param_kinds, *("normal",) * (len(case.params) - len(case.param_kinds)))
+
+
+def _param(kind: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
+    if kind == "normal":
+        return rng.standard_normal(shape).astype(NUMPY_DTYPE[dtype])
+    if kind == "bytes":
+        return rng.integers(0, 256, shape, np.uint8)
+    if kind in ("scales", "int4_scales"):
+        scales = rng.uniform(0.5, 2.0, shape).astype(np.float32)
+        if kind == "scales":
+            return scales
+        zeros = rng.integers(0, 17, shape, np.uint32)
+        return (scales.view(np.uint32) & np.uint32(0xFFFFFF00) | zeros).view(np.int32)
+    if kind == "nested":
+        drawn = rng.uniform(-1.0, 1.0, shape)
+        drawn[256:] = 0.5 + 0.5 * np.abs(drawn[256:])  # the offset, and what the map's values are multiplied by
+        return drawn.astype(np.float32)
+    raise InputError(f"case: parameter kind is {kind!r}, expected normal, {', '.join(_PARAM_DTYPE)}")
 
 
 def _dtype_of(kind: str, dtype: str) -> str:

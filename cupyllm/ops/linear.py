@@ -1,5 +1,5 @@
 """Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu, of bfloat16 on tensor cores
-cu/linear_sm90.cu (Hopper) and cu/linear_mma.cu.
+cu/linear_sm90.cu (Hopper), cu/linear_mma.cu and cu/linear_rows.cu (few rows), of float32 on them cu/linear_tf32.cu.
 
 Shapes: N rows, K in, M out; weight [M,K] as Hugging Face stores it. x and its gradient are in the activation dtype, y
 and its gradient too unless attr "out_dtype" names another (the LM head's float32 logits), weight and bias in any weight
@@ -13,7 +13,7 @@ from types import ModuleType
 
 from cupyllm.backend.base import ITEMSIZE, KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
-from cupyllm.ops import linear_mma, linear_sm90
+from cupyllm.ops import linear_cublas, linear_mma, linear_rows, linear_skinny, linear_sm90, linear_tf32
 from cupyllm.ops.op import ACTIVATION_DTYPES, WEIGHT_DTYPES, Attrs, Case, Cost, Op, Variant, check
 
 TILE = 64  # rows and columns of a block's tile, as in cu/linear.cu
@@ -21,22 +21,34 @@ THREADS = 256
 COLUMNS = 32  # columns of a block of the bias gradient
 
 
-MAKERS: dict[str, ModuleType] = {"wgmma": linear_sm90, "mma": linear_mma}  # variant -> who makes its products
+# variant -> who makes its products
+MAKERS: dict[str, ModuleType] = {
+    "rows": linear_rows,
+    "skinny": linear_skinny,
+    "wgmma": linear_sm90,
+    "mma": linear_mma,
+    "tf32x3": linear_tf32,
+    "cublas": linear_cublas,
+}
 
 
 def _variant(name: str, min_capability: int, max_capability: int | None, note: str) -> Variant:
     """Of tensor cores. A maker is a module with SOURCE, makes(form, a, b, c), prefers(rec, form, rows, cols, depth) and
     product(rec, form, a, b, c, bias, accumulate=)."""
     maker = MAKERS[name]
+    library = maker is linear_cublas
 
     def fits(inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
+        if library and len(params) > 1:  # a bias
+            return False
         return bool(maker.makes(*_forward_product(inputs[0], params[0], attrs)))
 
     def prefers(rec: Recorder, inputs: Sequence[Spec], params: Sequence[Spec], attrs: Attrs) -> bool:
         (rows, depth), cols = inputs[0].shape, params[0].shape[0]
         return bool(maker.prefers(rec, _forward_product(inputs[0], params[0], attrs)[0], rows, cols, depth))
 
-    return Variant(name, maker.SOURCE, min_capability, max_capability, fits, prefers, tensor_cores=True, note=note)
+    able = (name, maker.SOURCE, min_capability, max_capability, fits, prefers)
+    return Variant(*able, tensor_cores=True, library=library, note=note)
 
 
 def _forward_product(x: Spec, weight: Spec, attrs: Attrs) -> tuple[str, Spec, Spec, Spec]:
@@ -50,8 +62,12 @@ class Linear(Op):
 
     name = "linear"
     variants = (
-        _variant("wgmma", 90, 90, "tensor cores; bfloat16, M and K multiples of 8; bits independent of N"),
-        _variant("mma", 80, None, "tensor cores; bfloat16, any shape; bits independent of N"),
+        _variant("rows", 80, None, "tensor cores; bfloat16, N up to 64, K a multiple of 8: reads weight at full speed"),
+        _variant("skinny", 90, 90, "mma's products with an extent up to 64, before wgmma; bfloat16"),
+        _variant("wgmma", 90, 90, "tensor cores; bfloat16, M and K multiples of 8"),
+        _variant("mma", 80, None, "tensor cores; bfloat16, any shape"),
+        _variant("tf32x3", 80, None, "tensor cores; float32 x, any shape; as exact as plain; bits independent of N"),
+        _variant("cublas", 80, None, "NVIDIA's library, when named; no bias"),
         Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),
     )
     differentiable = (True,)
@@ -173,6 +189,7 @@ class Linear(Op):
             "eights": (3, 24, 40),
             "eights, one row": (1, 136, 8),
             "eights, tile+8": (65, 72, 136),
+            "eights, rows": (9, 40, 264),
         }
         biased = {"bias": (5, 33, 18), "bias one": (1, 1, 1), "bias rows": (9, 33, 4)}
         model = {

@@ -7,12 +7,17 @@ Letters: C [M,N] = A B^T, a sum over K; these are the product's, not the layer's
     dgrad    d_y [M,K]       weight [K,N]      d_x [M,N]       M rows, N in, K out
     wgrad    d_y [K,M]       x [K,N]           d_weight [M,N]  M out, N in, K rows
 
-A design is a tile BM x BN and the cluster of CTAs that share operands: "128x256c21" is a cluster of 2 x 1. Each form
-has few of them, since each is a kernel to compile. linear_tiles.json, which scripts/tune_linear.py writes, has the
-products of Qwen3's projections that the cost model gets wrong; all others, and other GPUs, take what the model finds
-fastest. Neither changes a result: the order of each sum is the same in every design, so the number of rows may choose
-the tile (linear_sm90.cu). Tuning on the user's GPU at the first call was rejected: the same program would not run the
-same kernels twice.
+A design is a tile BM x BN, the CTAs that share operands ("128x256c21": 2 x 1) and those that share a sum ("128x64k2":
+each sums half of K). Each form has few of them, since each is a kernel to compile. linear_tiles.json, which
+scripts/tune_linear.py writes, has the products of Qwen3's projections that the cost model gets wrong; all others, and
+other GPUs, take what the model finds fastest. The order of each sum is the same in every design that does not split K,
+so the number of rows may choose among these. Where it must not choose the order (Recorder.batch_invariant), they are
+all there is; wgrad, whose rows are no tokens, takes any. Tuning on the user's GPU at the first call was rejected: the
+same program would not run the same kernels twice.
+
+Few rows (forward and head up to 64) take tiles of 64 rows, which load and store only what rows there are, in eights:
+one kernel serves all of them, and the table lists their products at 16, 32 and 64 rows. Rejected: kernels of 16 and of
+32 rows, which are three times as many (at 16 rows 32 lost 1.6% to 16).
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ FORMS = {  # form -> whether another axis than k is contiguous in A and in B, dt
 }
 STEP = 64  # k of a stage, BK in the kernel; also the elements of a 128-byte row
 SHARED_BYTES = (227 << 10) - 1024  # of a CTA, without its barriers, which alignment rounds up to 1024
-MAX_STAGES, MAX_BOXES = 12, 4
+MAX_STAGES, MAX_BOXES = 32, 4
+FEW_ROWS = 64  # up to which forward and head are bound by memory, with constants of the cost model of their own
 DEFAULT_ORDER = (8, 0)  # tiles of a band, whether bands go by columns
 
 
@@ -49,6 +55,7 @@ class Design:
     bn: int
     cm: int  # CTAs of a cluster along M, which share B
     cn: int  # and along N, which share A
+    ck: int = 1  # of such groups in a cluster, each of which sums a range of K
 
     @property
     def consumers(self) -> int:
@@ -56,12 +63,37 @@ class Design:
         return {64: 1, 128: 2, 192: 3, 256: 2}[self.bm]
 
     @property
-    def cluster(self) -> int:
+    def group(self) -> int:
+        """CTAs that share operands."""
         return self.cm * self.cn
+
+    @property
+    def cluster(self) -> int:
+        return self.group * self.ck
+
+    @property
+    def out_cols(self) -> int:
+        """Columns of C that a CTA writes."""
+        return self.bn // self.ck
 
     @property
     def threads(self) -> int:
         return 128 * (self.consumers + 1)
+
+    def clusters(self, num_sms: int) -> int:
+        """How many the GPU holds at once. A cluster lies within one GPC, whose SMs are no multiple of four: an H200's
+        132 hold 66 of two, but from 28 to 31 of four, as cuOccupancyMaxActiveClusters says."""
+        return max(num_sms * 7 // 33 if self.cluster == 4 else num_sms // self.cluster, 1)
+
+    def can(self, depth: int) -> bool:
+        """Whether there is a block of K for everyone."""
+        return -(-depth // STEP) >= self.ck
+
+    def height(self, form: str, rows: int) -> int:
+        """Rows of A that a tile loads: of a product with fewer than 64 only what there is, since TMA takes long over
+        those outside."""
+        varies = self.bm == 64 and self.cn == 1 and not FORMS[form][0]
+        return min(-(-rows // 8) * 8, self.bm) if varies else self.bm
 
     def tiles(self, rows: int, cols: int) -> int:
         """Tiles of clusters that cover C."""
@@ -73,23 +105,33 @@ class Design:
         return 2 * STEP * (self.bm + b_rows)
 
     def box_cols(self, form: str) -> int:
-        """Columns of a box of C."""
-        return 32 if FORMS[form][2] == "float32" or self.bn % 64 else 64
+        """Columns of a box of C; what is no multiple of 32 leaves in one box."""
+        if self.out_cols % 32:
+            return self.out_cols
+        return 32 if FORMS[form][2] == "float32" or self.out_cols % 64 else 64
 
     def box_bytes(self, form: str) -> int:
         """Shared bytes of one box of 64 rows for each consumer."""
         return self.consumers * 64 * self.box_cols(form) * ITEMSIZE[FORMS[form][2]]
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared bytes of the sums that other CTAs hand to this one: a float for 64 rows a consumer."""
+        return self.consumers * 64 * self.out_cols * 4 * (self.ck - 1)
+
     def depth(self, form: str) -> tuple[int, int]:
-        """(stages, boxes of C in flight a consumer): stages first, beside two boxes; boxes in what is left."""
+        """(stages, boxes of C in flight a consumer): stages first, beside two boxes, or the one that is all of them;
+        boxes in what is left."""
         stage, box = self.stage_bytes(form), self.box_bytes(form)
-        stages = min(MAX_STAGES, (SHARED_BYTES - 2 * box) // stage)
-        return stages, min(MAX_BOXES, (SHARED_BYTES - stages * stage) // box)
+        left = SHARED_BYTES - self.exchange_bytes
+        least, most = (1, 1) if self.out_cols % 32 else (2, MAX_BOXES)
+        stages = min(MAX_STAGES, (left - least * box) // stage)
+        return stages, min(most, (left - stages * stage) // box)
 
     def shared_bytes(self, form: str) -> int:
         """Dynamic shared memory of a CTA."""
         stages, boxes = self.depth(form)
-        return stages * self.stage_bytes(form) + boxes * self.box_bytes(form)
+        return stages * self.stage_bytes(form) + boxes * self.box_bytes(form) + self.exchange_bytes
 
     def kernel(self, form: str) -> KernelSpec:
         a_mn, b_mn, dtype = FORMS[form]
@@ -105,17 +147,19 @@ class Design:
             CONSUMERS=self.consumers,
             CM=self.cm,
             CN=self.cn,
+            CK=self.ck,
             STAGES=stages,
             EPILOGUE_BOXES=boxes,
         )
 
     def __str__(self) -> str:
-        return f"{self.bm}x{self.bn}" + (f"c{self.cm}{self.cn}" if self.cluster > 1 else "")
+        shared = f"c{self.cm}{self.cn}" if self.group > 1 else ""
+        return f"{self.bm}x{self.bn}{shared}" + (f"k{self.ck}" if self.ck > 1 else "")
 
 
 def design(label: str) -> Design:
-    """ "128x256c21" and the like."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:c(\d)(\d))?", label)
+    """ "128x256c21", "128x64k2" and the like."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?:c(\d)(\d))?(?:k(\d))?", label)
     assert found, label
     return Design(*(int(part or 1) for part in found.groups()))
 
@@ -161,16 +205,19 @@ def product(
     assert a.shape == ((depth, rows) if a_mn else (rows, depth)) and a.dtype == "bfloat16", (form, a)
     assert b.shape == ((depth, cols) if b_mn else (cols, depth)) and b.dtype == "bfloat16", (form, b)
     assert c.dtype == c_dtype and depth > 0 and (bias is None or not b_mn), (form, c, bias)
-    choice = choice or choose(form, rows, cols, depth, rec.num_sms)
+    choice = choice or choose(form, rows, cols, depth, rec.num_sms, form == "wgrad" or not rec.batch_invariant)
     made = choice.design
+    assert made.can(depth), (made, depth)
+    height = made.height(form, rows)
     maps = (
-        TensorMap(a, _operand_box(a_mn, made.bm, made.cn)),
+        TensorMap(a, _operand_box(a_mn, height, made.cn)),
         TensorMap(b, _operand_box(b_mn, made.bn, made.cm)),
-        TensorMap(c, (64, made.box_cols(form))),
+        TensorMap(c, (min(height, 64), made.box_cols(form))),
     )
-    grid = min(rec.num_sms // made.cluster, made.tiles(rows, cols)) * made.cluster
-    args = (*maps, bias, rows, cols, depth, int(accumulate), choice.group, choice.by_columns)
-    rec.launch(made.kernel(form), grid, made.threads, *args, shared_bytes=made.shared_bytes(form))
+    grid = min(made.clusters(rec.num_sms), made.tiles(rows, cols)) * made.cluster
+    args = (*maps, bias, rows, cols, depth, int(accumulate), choice.group, choice.by_columns, height)
+    weight = None if form == "wgrad" else b
+    rec.launch(made.kernel(form), grid, made.threads, *args, shared_bytes=made.shared_bytes(form), weights=weight)
 
 
 def _operand_box(mn: bool, extent: int, share: int) -> tuple[int, int]:
@@ -198,32 +245,60 @@ def designs(form: str) -> tuple[Design, ...]:
 
 
 @lru_cache(maxsize=None)
-def choose(form: str, rows: int, cols: int, depth: int, num_sms: int) -> Choice:
-    """The table's tile for this product, on GPUs as wide as the one it was made on; else the cost model's."""
-    found = table()[form]["products"].get(f"{rows} {cols} {depth}") if num_sms == table()["num_sms"] else None
-    if found is not None:
-        label, group, by_columns = found
-        return Choice(design(label), group, by_columns)
-    best = min(designs(form), key=lambda d: predict(d, form, rows, cols, depth, num_sms, table()["model"]))
-    return Choice(best, *DEFAULT_ORDER)
+def choose(form: str, rows: int, cols: int, depth: int, num_sms: int, split: bool = True) -> Choice:
+    """The table's tile for this product, on GPUs as wide as the one it was made on; else the cost model's. `split`:
+    K may be split."""
+    entry = table()[form]
+    if num_sms == table()["num_sms"]:
+        key = f"{_listed_rows(form, rows)} {cols} {depth}"
+        found = (entry["split"].get(key) if split else None) or entry["products"].get(key)
+        if found is not None:
+            label, group, by_columns = found
+            return Choice(design(label), group, by_columns)
+    able = [made for made in designs(form) if made.can(depth) and (split or made.ck == 1)]
+    if is_few(form, rows):  # one row of tiles, as low as it is
+        able = [made for made in able if made.bm == FEW_ROWS and made.group == 1]
+    return Choice(
+        min(able, key=lambda d: predict(d, form, rows, cols, depth, num_sms, model(form, rows))), *DEFAULT_ORDER
+    )
+
+
+def _listed_rows(form: str, rows: int) -> int:
+    """The rows by which the table lists a product: few rows cost what 16, 32 or 64 do."""
+    few = is_few(form, rows)
+    return next(n for n in (16, 32, FEW_ROWS) if rows <= n) if few else rows
+
+
+def is_few(form: str, rows: int) -> bool:
+    """Whether memory is what bounds a product."""
+    return form in ("forward", "head") and rows <= FEW_ROWS
+
+
+def model(form: str, rows: int) -> dict[str, float]:
+    """The cost model's constants."""
+    found: dict[str, float] = table()["few" if is_few(form, rows) else "model"]
+    return found
 
 
 def predict(made: Design, form: str, rows: int, cols: int, depth: int, num_sms: int, model: dict[str, float]) -> float:
     """Microseconds. Waves of tiles; 64 k take what the slowest of tensor cores, shared memory and L2 takes; the whole
     takes no less than memory and power allow.
 
-    `model`: us of a launch and of a wave's ends; GB/s of memory; per us, bytes that an SM's shared memory takes in
-    (ingest), that the L2 gives an SM, that an SM stores; FLOP of an SM, and of the GPU within its power limit.
+    `model`: us of a launch, of a wave's ends and of exchanging 64 rows of sums; GB/s of memory; per us, bytes that an
+    SM's shared memory takes in (ingest), that the L2 gives an SM, that an SM stores; FLOP of an SM, and of the GPU
+    within its power limit.
     """
     size = ITEMSIZE[FORMS[form][2]]
     b_rows = made.stage_bytes(form) // (2 * STEP) - made.bm
-    waves = -(-made.tiles(rows, cols) // max(num_sms // made.cluster, 1))
+    waves = -(-made.tiles(rows, cols) // made.clusters(num_sms))
     block = max(
         2 * made.bm * made.bn * STEP / model["flops"],
-        2 * STEP * (made.bm + b_rows) / model["ingest"],
-        2 * STEP * (made.bm / made.cn + b_rows / made.cm) / model["l2"],
+        2 * STEP * (made.height(form, rows) + b_rows) / model["ingest"],
+        2 * STEP * (min(made.bm, rows) / made.cn + b_rows / made.cm) / model["l2"],
     )
-    tile = -(-depth // STEP) * block + model["wave"] + made.bm * made.bn * size / model["store"]
+    tile = -(-depth // (STEP * made.ck)) * block + model["wave"] + made.bm * made.out_cols * size / model["store"]
+    if made.ck > 1:
+        tile += model["exchange"] * made.bm / made.consumers / 64
     memory = ((rows + cols) * depth * 2 + rows * cols * size) / (model["memory"] * 1e3)
     power = 2 * rows * cols * depth / model["power"]
     return model["launch"] + float(sum(t**8 for t in (waves * tile, memory, power)) ** 0.125)  # a smooth maximum

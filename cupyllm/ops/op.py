@@ -34,6 +34,7 @@ class Variant:
     fits: Callable[[Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda inputs, params, attrs: True
     prefers: Callable[[Recorder, Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda rec, inputs, params, attrs: True
     tensor_cores: bool = False  # a device without them (the tests' emulator) takes another
+    library: bool = False  # calls a library of NVIDIA (backend/cublas.py) instead of a kernel of ours: GPUs only
     note: str = ""  # one line for `doctor --variants`
 
     def runs_on(self, capability: int, tensor_cores: bool = True) -> bool:
@@ -45,7 +46,14 @@ class Variant:
     @property
     def simulated(self) -> bool:
         """Whether `--backend sim` can run it."""
-        return self.runs_on(SIMULATED_CAPABILITY)
+        return not self.why_not_simulated
+
+    @property
+    def why_not_simulated(self) -> str:
+        """A phrase for a refusal; empty where it is simulated."""
+        if self.library:
+            return "it calls NVIDIA's library, which only GPUs run"
+        return "" if self.runs_on(SIMULATED_CAPABILITY) else f"it needs sm_{self.min_capability} and is not simulated"
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,8 @@ class Case:
     `kinds` values: "normal" (default for floats), "ids:N" (uniform in [0,N)), "labels:N" (ids with some -100),
     "positions" (0..n-1), "segments" (runs of equal ids with some -1 padding at a row's end), "cos"/"sin" (a rope table
     of `positions`), "none" (input absent), "values:1,2,3" (these), "slots:N" (distinct in [0,N), some -1), "pages:N"
-    (distinct in [0,N)).
+    (distinct in [0,N)). `param_kinds`: how parameters are drawn: "normal" (default), "bytes" (uint8), "scales" (float32
+    above 0), "int4_scales" (int32) and "nested" (float32) as cupyllm/quant/layout.py has them.
     """
 
     name: str
@@ -75,6 +84,7 @@ class Case:
     attrs: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     size: str = "small"  # "small": every machine, finite differences too; "model": real Qwen3 shapes
+    param_kinds: tuple[str, ...] = ()
 
 
 class Op:
@@ -84,6 +94,7 @@ class Op:
     variants: tuple[Variant, ...]
     differentiable: tuple[bool, ...]  # per input (optional ones included)
     inference_only: bool = False  # no backward: generation only
+    frozen: bool = False  # its parameters have no gradients: backward writes d_inputs alone
     in_place: tuple[int, ...] = ()  # inputs that forward writes to; what tests compare behind the outputs
 
     def infer(self, inputs: Sequence[Spec | None], params: Sequence[Spec], attrs: Attrs) -> list[Spec]:

@@ -54,8 +54,7 @@ def variants(op: str, wanted: str | None) -> list[str]:
         raise InputError(f"--variant {wanted}: {op} has no such variant, expected one of {names}")
     if not found.simulated:
         raise InputError(
-            f"--variant {wanted}: it needs sm_{found.min_capability} and is not simulated; leave it out to check those "
-            "that are"
+            f"--variant {wanted}: {found.why_not_simulated}; leave it out to check those that are"
         )
     return [wanted]
 

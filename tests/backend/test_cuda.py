@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyllm.backend.base import KernelSpec, fixed
+from cupyllm.backend.base import NUMPY_DTYPE, KernelSpec, fixed
 from cupyllm.backend.eager import Session
 from cupyllm.backend.record import Recorder
 from cupyllm.errors import OutOfMemory
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SOURCE = str(ROOT / "tests" / "hostcuda" / "selftest.cu")
 MIB = 1 << 20
+BFLOAT16 = NUMPY_DTYPE["bfloat16"]
 OPEN = (
     "from cupyllm.backend.cuda import CudaBackend\n"
     "from cupyllm.backend.base import KernelSpec, fixed\n"
@@ -246,3 +247,13 @@ def test_importing_and_choosing_the_reference_touch_no_device() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_later_list_may_want_more_shared_memory(gpu: Any) -> None:
+    """Few rows keep as much of x as there is: the same kernel with 8 KB, then over 48 KB, then little again."""
+    from cupyllm.backend.eager import run_op
+    from cupyllm.ops import get
+
+    for depth in (64, 8192, 64):
+        x, w = np.ones((8, depth), BFLOAT16), np.ones((64, depth), BFLOAT16)
+        assert (run_op(gpu, get("linear"), [x], [w], forced={"linear": "rows"}).outputs[0] == depth).all()

@@ -33,6 +33,13 @@ def test_weights_that_the_launch_before_may_be_writing_are_waited_for() -> None:
         assert recorded((None, [before]), (w, [w, x])) == [False, early], before
 
 
+def test_a_launch_further_back_may_still_be_running() -> None:
+    """Programmatic ones hand the start on; the first one that waited for all before it ends the search."""
+    w, v, x = (fixed(4096 << i, (8,), "float32") for i in range(3))
+    assert recorded((None, [w]), (v, [v, x]), (w, [w, x])) == [False, True, False]
+    assert recorded((None, [w]), (None, [x]), (v, [v, x]), (w, [w, x])) == [False, False, True, True]
+
+
 def test_storages_without_addresses_are_told_apart() -> None:
     w, other = (Tensor((8,), "float32", Storage(32, None)) for _ in range(2))
     assert recorded((None, [w]), (w, [w])) == [False, False]

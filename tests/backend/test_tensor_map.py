@@ -36,18 +36,20 @@ class Driver:
 
 
 def test_what_the_driver_is_asked_for() -> None:
-    """Contiguous axis first, strides in bytes, the swizzle as wide as a box's row."""
+    """Contiguous axis first, strides in bytes, the swizzle as wide as a box's row of 64 or 128."""
     driver = Driver()
     for tensor, box in (
         (fixed(1 << 40, (300, 72), "bfloat16"), (128, 64)),
         (fixed(2 << 40, (300, 72), "float32"), (64, 32)),
         (fixed(3 << 40, (8, 40), "bfloat16").rows(2, 7), (64, 32)),
+        (fixed(4 << 40, (8, 40), "bfloat16"), (64, 200)),
     ):
         assert tensor_map.encode(driver, TensorMap(tensor, box)) == bytes(range(128))
     assert driver.asked == [
         (9, 2, 1 << 40, (72, 300), (144,), (64, 128), (1, 1), 0, 3, 3, 0),
         (7, 2, 2 << 40, (72, 300), (288,), (32, 64), (1, 1), 0, 3, 3, 0),
         (9, 2, (3 << 40) + 160, (40, 5), (80,), (32, 64), (1, 1), 0, 2, 3, 0),
+        (9, 2, 4 << 40, (40, 8), (80,), (200, 64), (1, 1), 0, 0, 3, 0),
     ]
 
 
@@ -71,7 +73,8 @@ def test_a_missing_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
         ((8, 12), "bfloat16", (64, 64)),  # a pitch of 24 bytes
         ((8,), "bfloat16", (64, 64)),
         ((8, 16), "bfloat16", (257, 64)),
-        ((8, 16), "bfloat16", (64, 128)),  # a box's row of 256 bytes
+        ((8, 16), "bfloat16", (64, 12)),  # a box's row of 24 bytes
+        ((8, 16), "bfloat16", (64, 264)),
         ((8, 16), "bfloat16", (0, 64)),
         ((2**31, 8), "bfloat16", (64, 64)),
     ],

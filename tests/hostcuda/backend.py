@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from cupyllm.backend.base import ALIGNMENT, Launch, Tensor, TensorMap
+from cupyllm.backend.cublas import refuse
 from cupyllm.backend.record import DEFAULT_SMS
 from cupyllm.errors import BackendError, OutOfMemory
 from tests.hostcuda.build import build
@@ -244,6 +245,7 @@ class HostBackend:
         self._submit(stream, lambda: (ctypes.memset(address, byte, nbytes), None)[1])
 
     def load(self, launches: Sequence[Launch]) -> HostProgram:
+        refuse(launches, "the emulator")
         units = list(dict.fromkeys((launch.kernel.source, launch.kernel.defines) for launch in launches))
         with ThreadPoolExecutor(2) as pool:
             libraries = dict(zip(units, pool.map(lambda unit: _library(str(build(*unit))), units), strict=True))

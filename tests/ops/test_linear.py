@@ -98,20 +98,22 @@ def two_levels(terms: np.ndarray, run: int = 128) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [128, 129, 1000, 1024])
 def test_partial_sums_are_promoted_every_128_terms(backend: Backend, length: int) -> None:
-    """Bit for bit. One operand is 1, so that each product is exact and fmaf is an addition."""
+    """The plain kernel, bit for bit. One operand is 1, so that each product is exact and fmaf is an addition."""
     terms = np.random.default_rng(length).random((length, 70)).astype(np.float32)
     want = two_levels(terms)
     if length > 256:
         for run in (64, 127, 144, 256, 512, length):
             assert (two_levels(terms, run) != want).any(), f"the terms cannot tell 128 from {run}"
-    ones = np.ones((1, length), np.float32)
-    forward = run_op(backend, OP, [ones], [np.ascontiguousarray(terms.T)])
+    ones, plain = np.ones((1, length), np.float32), {"linear": "plain"}
+    forward = run_op(backend, OP, [ones], [np.ascontiguousarray(terms.T)], forced=plain)
     opcheck.assert_same_bits(forward.outputs[0], want[None])
     # d_x = d_y weight with weight = terms; d_weight = d_y^T x with x = terms and one column of ones as d_y.
-    dgrad = run_op(backend, OP, [np.ones((1, 70), np.float32)], [terms], {}, [ones])
+    dgrad = run_op(backend, OP, [np.ones((1, 70), np.float32)], [terms], {}, [ones], forced=plain)
     assert dgrad.d_inputs[0] is not None
     opcheck.assert_same_bits(dgrad.d_inputs[0], want[None])
-    wgrad = run_op(backend, OP, [terms], [np.ones((1, 70), np.float32)], {}, [np.ones((length, 1), np.float32)])
+    wgrad = run_op(
+        backend, OP, [terms], [np.ones((1, 70), np.float32)], {}, [np.ones((length, 1), np.float32)], forced=plain
+    )
     opcheck.assert_same_bits(wgrad.d_params[0], want[None])
 
 

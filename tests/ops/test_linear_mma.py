@@ -12,14 +12,29 @@ import pytest
 
 from cupyllm import ops
 from cupyllm.backend import nvrtc
-from cupyllm.backend.base import NUMPY_DTYPE, Backend, Spec, fixed
+from cupyllm.backend.base import NUMPY_DTYPE, Backend, Launch, Spec, Tensor, fixed
 from cupyllm.backend.compile import flatten
 from cupyllm.backend.eager import Session, run_op
 from cupyllm.backend.record import Recorder
 from cupyllm.config import published
 from cupyllm.errors import InputError
 from cupyllm.ops import linear_mma
-from cupyllm.ops.linear_mma import DESIGNS, FORMS, LARGE, SMALL, Tile, choose, copy_bytes, product
+from cupyllm.ops.linear_mma import (
+    FLAT,
+    FORMS,
+    LARGE,
+    LOW,
+    NARROW,
+    SMALL,
+    SQUARE,
+    Tile,
+    choose,
+    choose_slices,
+    copy_bytes,
+    designs,
+    product,
+    skinny,
+)
 from cupyllm.ops.op import Case
 from tests.hostcuda.backend import HostBackend
 from tests.ops import opcheck
@@ -27,8 +42,9 @@ from tests.simulated import KERNELS
 
 OP = ops.get("linear")
 Choice = tuple[Tile, int]
-EVERY = [(form, design) for form in FORMS for design in DESIGNS]
-MMA, PLAIN = "linear_mma.cu", "linear.cu"
+EVERY = [(form, design) for form in FORMS for design in designs(form)]
+TILES = list(dict.fromkeys(tile for _, (tile, _) in EVERY))
+MMA, SUM, PLAIN = "linear_mma.cu", "linear_sum.cu", "linear.cu"
 
 
 def label(value: object) -> str:
@@ -40,7 +56,7 @@ def label(value: object) -> str:
 
 def outputs_of_a_grid(tile: Tile, rows: int, cols: int, group: int) -> np.ndarray:
     """How often each tile of C is made."""
-    row_tiles, col_tiles = -(-rows // tile.size), -(-cols // tile.size)
+    row_tiles, col_tiles = -(-rows // tile.rows), -(-cols // tile.cols)
     times = np.zeros((row_tiles, col_tiles), np.int32)
     for cta in range(tile.count(rows, cols)):
         base_row, place = cta // (group * col_tiles) * group, cta % (group * col_tiles)
@@ -50,39 +66,56 @@ def outputs_of_a_grid(tile: Tile, rows: int, cols: int, group: int) -> np.ndarra
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 16])
-@pytest.mark.parametrize("tile", [LARGE, SMALL], ids=label)
+@pytest.mark.parametrize("tile", TILES, ids=label)
 def test_every_tile_is_made_once(tile: Tile, group: int) -> None:
-    sizes = (1, tile.size - 1, tile.size, tile.size + 1, 7 * tile.size, 17 * tile.size + 3)
-    for rows, cols in itertools.product(sizes, sizes):
+    row_sizes, col_sizes = ((1, n - 1, n, n + 1, 7 * n, 17 * n + 3) for n in (tile.rows, tile.cols))
+    for rows, cols in itertools.product(row_sizes, col_sizes):
         assert (outputs_of_a_grid(tile, rows, cols, group) == 1).all(), (rows, cols)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 80, 127])
+def test_slices_cover_k_once(steps: int) -> None:
+    """first_k and last_k of the kernel, in steps."""
+    for slices in (1, 2, 3, 7, 64):
+        edges = [steps * s // slices for s in range(slices + 1)]
+        assert edges[0] == 0 and edges[-1] == steps and edges == sorted(edges)
+        assert max(b - a for a, b in itertools.pairwise(edges)) <= -(-steps // slices)
+
+
 @pytest.mark.parametrize("mn", [False, True], ids=["k contiguous", "k across"])
-@pytest.mark.parametrize("tile", [LARGE, SMALL], ids=label)
-def test_every_chunk_of_a_stage_is_copied_once_and_found_again(tile: Tile, mn: bool) -> None:
-    """Operand::load's targets, and Operand::place's: what ldmatrix reads are the chunks it asks for."""
-    rows, step = tile.size, linear_mma.STEP
+@pytest.mark.parametrize("is_a", [True, False], ids="AB")
+@pytest.mark.parametrize("tile", TILES, ids=label)
+def test_every_chunk_of_a_stage_is_copied_once_and_found_again(tile: Tile, is_a: bool, mn: bool) -> None:
+    """Operand::load's targets, and Operand::place's: what ldmatrix reads are the chunks it asks for, and the eight that
+    it reads at once lie in different banks."""
+    rows, warp = (tile.rows, tile.warp_rows) if is_a else (tile.cols, tile.warp_cols)
+    step = tile.step
+    width = min(rows, 64) if mn else step
+    chunks, lines, boxes = width // 8, step if mn else rows, rows // width if mn else 1
+    turn, passes = 8 // chunks, tile.threads // chunks
     chunk_of: dict[int, tuple[int, int]] = {}  # 16-byte slot -> (first row, k), or with mn (first column, k)
-    passes = tile.threads // 8
-    for thread in range(tile.threads):
-        row, chunk = thread // 8, thread % 8
-        for down, box in itertools.product(range(0, step if mn else rows, passes), range(rows // 64 if mn else 1)):
-            slot = row * 8 + (chunk ^ row % 8) + (box * (step if mn else rows) + down) * 8
+    for thread in range(min(tile.threads, lines * chunks)):
+        row, chunk = thread // chunks, thread % chunks
+        for down, box in itertools.product(range(0, lines, passes), range(boxes)):
+            slot = row * chunks + (chunk ^ row // turn % chunks) + (box * lines + down) * chunks
             assert slot not in chunk_of
-            chunk_of[slot] = (box * 64 + chunk * 8, row + down) if mn else (row + down, chunk * 8)
+            chunk_of[slot] = (box * width + chunk * 8, row + down) if mn else (row + down, chunk * 8)
     assert sorted(chunk_of) == list(range(rows * step // 8))
-    for is_a, first in itertools.product((True, False), range(0, rows, tile.warp)):
-        for i, k16, lane in itertools.product(range(tile.warp // 16), range(step // 16), range(32)):
+    for first, i, k16 in itertools.product(range(0, rows, warp), range(warp // 16), range(step // 16)):
+        slots = []
+        for lane in range(32):
             by_row = is_a != mn
             r = lane % 16 if by_row else lane // 16 * 8 + lane % 8
             c = lane // 16 if by_row else lane // 8 % 2
             if mn:
                 chunk = first // 8 + c + i * 2
-                slot = (chunk // 8 * step + k16 * 16 + r) * 8 + (chunk % 8 ^ r % 8)
+                slot = (chunk // chunks * lines + k16 * 16 + r) * chunks + (chunk % chunks ^ r // turn % chunks)
                 assert chunk_of[slot] == (first + i * 16 + c * 8, k16 * 16 + r)
             else:
-                slot = (first + r) * 8 + ((c ^ r % 8) ^ k16 * 2) + i * 16 * 8
+                slot = (first + r) * chunks + ((c ^ r // turn % chunks) ^ k16 * 2) + i * 16 * chunks
                 assert chunk_of[slot] == (first + i * 16 + r, k16 * 16 + c * 8)
+            slots.append(slot)
+        assert all(len({slot % 8 for slot in slots[m : m + 8]}) == 8 for m in range(0, 32, 8)), "banks"
 
 
 @pytest.mark.parametrize(("form", "design"), EVERY, ids=label)
@@ -90,7 +123,7 @@ def test_launcher_and_kernel_agree_on_sizes(form: str, design: Choice) -> None:
     """The kernel's own macros, asserted while it compiles (to PTX: ptxas adds nothing to this)."""
     tile, copy = design
     spec = tile.kernel(form, copy)
-    claims = {"STAGES * STAGE_BYTES": tile.shared_bytes, "THREADS": tile.threads, "BK": linear_mma.STEP}
+    claims = {"STAGES * STAGE_BYTES": tile.shared_bytes, "THREADS": tile.threads, "BK": tile.step}
     text = flatten(spec.source) + "".join(f'static_assert({k} == {v}, "{k}");\n' for k, v in claims.items())
     options = ["-arch=compute_80", "-std=c++17", *(f"-D{macro}={value}" for macro, value in spec.defines)]
     ptx, _ = nvrtc.compile_text(text, spec.source, options, "ptx")
@@ -107,12 +140,11 @@ def operands(form: str, rows: int, cols: int, depth: int) -> tuple[Spec, Spec, S
     return Spec(a, "bfloat16"), Spec(b, "bfloat16"), Spec((rows, cols), dtype)
 
 
-def recorded(form: str, rows: int, cols: int, depth: int, choice: Choice | None = None, num_sms: int = 132) -> Any:
-    rec = Recorder(80, num_sms=num_sms)
-    a, b, c = (fixed(256, spec.shape, spec.dtype) for spec in operands(form, rows, cols, depth))
-    product(rec, form, a, b, c, choice=choice)
-    (launch,) = rec.launches
-    return launch
+def recorded(form: str, rows: int, cols: int, depth: int, invariant: bool = False, **options: Any) -> list[Launch]:
+    rec = Recorder(80, num_sms=132, batch_invariant=invariant)
+    a, b, c = (fixed((i + 1) << 40, s.shape, s.dtype) for i, s in enumerate(operands(form, rows, cols, depth)))
+    product(rec, form, a, b, c, **options)
+    return rec.launches
 
 
 def taken(n: int, m: int, k: int, dtype: str, weight_dtype: str, capability: int = 80, **options: Any) -> list[str]:
@@ -127,7 +159,7 @@ def taken(n: int, m: int, k: int, dtype: str, weight_dtype: str, capability: int
 @pytest.mark.parametrize("capability", [80, 86, 89, 100, 120, 121])
 def test_bfloat16_products_of_any_shape(capability: int) -> None:
     """The bias's gradient has one kernel only."""
-    for n, m, k in ((1, 1, 1), (2, 24, 40), (65, 33, 18), (700, 8, 16)):
+    for n, m, k in ((1, 1, 1), (66, 24, 40), (65, 33, 18), (300, 8, 16)):
         assert taken(n, m, k, "bfloat16", "bfloat16", capability) == [MMA, MMA, MMA, PLAIN]
 
 
@@ -138,7 +170,7 @@ def test_other_dtypes_are_plain(dtypes: tuple[str, str]) -> None:
 
 
 def test_float32_logits_have_float32_gradients() -> None:
-    assert taken(8, 24, 40, "bfloat16", "bfloat16", out_dtype="float32") == [MMA, PLAIN, PLAIN, PLAIN]
+    assert taken(66, 24, 40, "bfloat16", "bfloat16", out_dtype="float32") == [MMA, PLAIN, PLAIN, PLAIN]
 
 
 def test_a_device_without_tensor_cores_takes_the_plain_one() -> None:
@@ -160,7 +192,7 @@ def test_copies_are_as_wide_as_the_contiguous_axes_allow() -> None:
             want = 16 if common % 8 == 0 else 4 if common % 2 == 0 else 2
             assert copy_bytes(form, m, n, k) == want
             tile, copy = choose(form, m, n, k, 132)
-            assert copy == want and (tile, copy) in DESIGNS
+            assert copy == want and (tile, copy) in designs(form)
 
 
 def test_large_tiles_where_they_fill_half_of_the_sms() -> None:
@@ -177,14 +209,70 @@ def test_every_projection_gets_a_design() -> None:
         h, f, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
         for n, (out, depth) in itertools.product((1, 65, 2048), ((q, h), (h, q), (f, h), (h, f), (c.vocab_size, h))):
             for form, m, cols, k in (("forward", n, out, depth), ("dgrad", n, depth, out), ("wgrad", out, depth, n)):
-                launch = recorded(form, m, cols, k)
+                launch = recorded(form, m, cols, k)[0]
                 assert dict(launch.kernel.defines)["COPY"] == "16" and launch.shared_bytes <= 99 << 10
 
 
+def test_skinny_products_get_skinny_tiles() -> None:
+    """LoRA's six, of every rank that 16-byte copies can load."""
+    for r, t in itertools.product((8, 16, 24, 32, 40, 64), (1, 512, 8192)):
+        room = next(n for n in (16, 32, 64) if n >= r)
+        assert skinny("forward", t, r, 5120) == skinny("dgrad", t, r, 5120) == NARROW[room]
+        assert skinny("forward", t, 5120, r) == skinny("dgrad", t, 5120, r) == FLAT[room]
+        assert skinny("wgrad", r, 5120, t) == LOW[room]
+        assert skinny("wgrad", 5120, r, t) == NARROW[room]
+    assert skinny("forward", 512, 72, 5120) is skinny("head", 512, 16, 5120) is skinny("wgrad", 72, 5120, 16) is None
+    assert skinny("dgrad", 512, 5, 5120) is None, "rows of 10 bytes"
+
+
+def test_few_tiles_are_split_along_k() -> None:
+    """Each SM has CTAS of them then, and no slice fewer than MIN_STEPS steps; a wave that is full stays whole."""
+    for tile, rows, cols, depth, want in (
+        (SMALL, 128, 1024, 5120, 8),  # 32 tiles, 264 places
+        (SMALL, 128, 1024, 2048, 8),
+        (SMALL, 128, 1024, 1024, 4),  # 16 steps
+        (SMALL, 128, 1024, 64, 1),
+        (SMALL, 64, 64, 1 << 20, 64),
+        (SMALL, 1024, 1024, 5120, 1),
+        (LARGE, 128, 128, 5120, 1),
+    ):
+        assert choose_slices(tile, rows, cols, depth, 132) == want, (tile, rows, cols, depth)
+
+
+def test_a_split_product_is_two_launches() -> None:
+    first, second = recorded("wgrad", 72, 136, 770, slices=3)
+    parts, shape = first.args[3], (3, 72, 136)
+    assert isinstance(parts, Tensor) and parts.shape == shape and parts.dtype == "float32" and first.grid[1] == 3
+    assert first.args[2] is None and first.args[7] == 0 and first.kernel.symbol == "linear_mma_float32"
+    assert second.kernel.source == SUM and second.args[0] is parts and second.args[3:] == (72 * 136, 136, 3, 0)
+    assert second.programmatic and dict(second.kernel.defines)["WIDTH"] == "4"
+    first, second = recorded("forward", 70, 9, 770, slices=2, choice=(SMALL, 4))
+    assert first.kernel.symbol == "linear_mma_float32" and second.kernel.symbol == "linear_sum_bfloat16"
+    assert dict(second.kernel.defines)["WIDTH"] == "1" and second.grid == (-(-630 // 128), 1, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_launch_may_start_before_the_one_before_has_ended(form: str) -> None:
+    """Unless the launch before it names C, which it would wait for anyway."""
+    rec = Recorder(90, num_sms=132)
+    a, b, c = (fixed((i + 1) << 40, s.shape, s.dtype) for i, s in enumerate(operands(form, 128, 1024, 5120)))
+    product(rec, form, a, b, c)
+    product(rec, form, a, b, c, slices=1)
+    product(rec, form, a, b, fixed(1 << 50, c.shape, c.dtype))
+    assert [launch.programmatic for launch in rec.launches] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_must_not_matter_split_nothing(form: str) -> None:
+    """But wgrad, whose rows are not those of x."""
+    assert len(recorded(form, 128, 1024, 5120)) == 2
+    assert len(recorded(form, 128, 1024, 5120, invariant=True)) == (2 if form == "wgrad" else 1)
+
+
 def test_arguments_in_the_kernels_order() -> None:
-    launch = recorded("wgrad", 200, 136, 77)
+    (launch,) = recorded("wgrad", 200, 136, 77)
     a, b, bias, c, *numbers = launch.args
-    assert [t.shape for t in (a, b, c)] == [(77, 200), (77, 136), (200, 136)]
+    assert [t.shape for t in (a, b, c) if isinstance(t, Tensor)] == [(77, 200), (77, 136), (200, 136)]
     assert bias is None and numbers == [200, 136, 77, 0, linear_mma.GROUP]
     assert launch.kernel.symbol == "linear_mma_float32" and launch.grid == (4 * 3, 1, 1) and launch.block[0] == 128
 
@@ -230,6 +318,7 @@ def run(
     b: np.ndarray,
     *,
     choice: Choice | None = None,
+    slices: int | None = None,
     bias: np.ndarray | None = None,
     start: np.ndarray | None = None,
     group: int = linear_mma.GROUP,
@@ -243,7 +332,7 @@ def run(
         c = session.empty(Spec((rows, cols), dtype)) if start is None else session.put(start)
         z = None if bias is None else session.put(bias)
         rec = Recorder.of(backend)
-        product(rec, form, x, y, c, z, accumulate=start is not None, choice=choice, group=group)
+        product(rec, form, x, y, c, z, accumulate=start is not None, choice=choice, slices=slices, group=group)
         session.execute(rec)
         got = session.get(c)
     assert not guarded.broken, guarded.broken
@@ -278,19 +367,20 @@ def judge(
 def around(form: str, design: Choice) -> Iterator[tuple[int, int, int]]:
     """(rows, cols, depth) on both sides of a tile's edges and of the stages' end, as the copies need them."""
     tile, copy = design
-    s, k = tile.size, linear_mma.STEP
+    m, n, k, stages = tile.rows, tile.cols, tile.step, tile.stages
     a_mn, b_mn, _ = FORMS[form]
     unit = copy // 2
     for rows, cols, depth in (
         (1, 1, 1),
-        (s, s, k * tile.stages),
-        (s + 1, s + 1, k * (tile.stages + 2) + 1),
-        (s - 1, s - 1, k - 1),
-        (37, 2 * s + 3, 3 * k + 17),
-        (2 * s + 5, 3, 5),
-        (9, s - 9, k + 16),
+        (m, n, k * stages),
+        (m + 1, n + 1, k * (stages + 2) + 1),
+        (m - 1, n - 1, k - 1),
+        (37, 2 * n + 3, 3 * k + 17),
+        (2 * m + 5, 3, 5),
+        (9, max(n - 9, 1), k + 16),
     ):
-        up = (-(-n // unit) * unit for n in (rows, cols, depth))
+        depth = depth if stages > 1 else min(depth, k)
+        up = (-(-extent // unit) * unit for extent in (rows, cols, depth))
         aligned_rows, aligned_cols, aligned_depth = up
         across = a_mn and b_mn
         yield aligned_rows if a_mn else rows, aligned_cols if b_mn else cols, depth if across else aligned_depth
@@ -298,7 +388,8 @@ def around(form: str, design: Choice) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize(("form", "design"), EVERY, ids=label)
 def test_values(device: Backend, form: str, design: Choice) -> None:
-    """Tile edges, all copies; every other product with a bias or (wgrad) added to what is there; several groups."""
+    """Tile edges, all copies; every other product with a bias or (wgrad) added to what is there; several groups; whole
+    and in slices, some of them empty."""
     rng = np.random.default_rng(1)
     for index, (rows, cols, depth) in enumerate(around(form, design)):
         a, b = drawn(form, rows, cols, depth, index)
@@ -307,18 +398,36 @@ def test_values(device: Backend, form: str, design: Choice) -> None:
             bias = rng.standard_normal(cols).astype(NUMPY_DTYPE["bfloat16"])
         if index % 2 and form == "wgrad":
             start = rng.standard_normal((rows, cols)).astype(np.float32)
-        got = run(device, form, a, b, choice=design, bias=bias, start=start, group=1 + index % 3)
-        judge(form, got, a, b, bias, start, f"{label(design)} {rows}x{cols}x{depth}")
+        for slices in (1, 2 + index) if design[0].sliced else (1,):
+            how: dict[str, Any] = {"slices": slices, "group": 1 + index % 3}
+            got = run(device, form, a, b, choice=design, bias=bias, start=start, **how)
+            judge(form, got, a, b, bias, start, f"{label(design)} {rows}x{cols}x{depth} in {slices}")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_design_has_the_same_bits(device: Backend, form: str) -> None:
     """What lets the number of rows choose the tile."""
-    a, b = drawn(form, 72, 136, 200)
-    first, *others = (run(device, form, a, b, choice=design) for design in DESIGNS)
-    judge(form, first, a, b)
-    for design, got in zip(DESIGNS[1:], others, strict=True):
-        opcheck.assert_same_bits(got, first, label(design))
+    for depth in (8, 24, 64, 200):
+        a, b = drawn(form, 72, 136, depth)
+        able = [design for design in designs(form) if design[0].stages > 1 or depth <= design[0].step]
+        first, *others = (run(device, form, a, b, choice=design) for design in able)
+        judge(form, first, a, b)
+        for design, got in zip(able[1:], others, strict=True):
+            opcheck.assert_same_bits(got, first, label(design))
+
+
+def test_slices_are_added_in_order(device: Backend) -> None:
+    """Exactly: float32 sums of ranges of k, one after the other, then the bias, then one rounding."""
+    bias = np.random.default_rng(3).standard_normal(20).astype(NUMPY_DTYPE["bfloat16"])
+    a, b = drawn("head", 33, 20, 456)
+    edges = [8 * s // 3 * 64 for s in range(4)]
+    parts = [
+        run(device, "head", *(np.ascontiguousarray(m[:, i:j]) for m in (a, b))) for i, j in itertools.pairwise(edges)
+    ]
+    want = (parts[0] + parts[1]) + parts[2] + bias.astype(np.float32)
+    for form in ("head", "forward"):
+        got = run(device, form, a, b, choice=(SMALL, 16), slices=3, bias=bias)
+        opcheck.assert_same_bits(got, want.astype(got.dtype), form)
 
 
 @pytest.mark.parametrize("form", ["forward", "dgrad", "head"])
@@ -326,7 +435,7 @@ def test_rows_have_the_same_bits_alone_and_in_company(device: Backend, form: str
     a, b = drawn(form, 140, 72, 136)
     whole = run(device, form, a, b, choice=(LARGE, 16))
     for start, stop in ((0, 1), (77, 78), (139, 140), (0, 2), (3, 66), (64, 129)):
-        part = run(device, form, np.ascontiguousarray(a[start:stop]), b)
+        part = run(device, form, np.ascontiguousarray(a[start:stop]), b, slices=1)
         opcheck.assert_same_bits(part, whole[start:stop], f"rows {start} to {stop}")
 
 
@@ -335,8 +444,9 @@ def test_accumulates(device: Backend) -> None:
     for rows, cols, depth, design in ((8, 8, 1, (LARGE, 16)), (72, 136, 77, (SMALL, 16)), (33, 5, 66, (SMALL, 2))):
         a, b = drawn("wgrad", rows, cols, depth)
         start = np.random.default_rng(2).standard_normal((rows, cols)).astype(np.float32)
-        got = run(device, "wgrad", a, b, start=start, choice=design)
-        opcheck.assert_same_bits(got, start + run(device, "wgrad", a, b, choice=design))
+        for slices in (1, 2) if design[0].sliced else (1,):
+            got = run(device, "wgrad", a, b, start=start, choice=design, slices=slices)
+            opcheck.assert_same_bits(got, start + run(device, "wgrad", a, b, choice=design, slices=slices))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -347,8 +457,11 @@ def test_nan_and_inf_stay_in_their_row_and_column(device: Backend, form: str) ->
     (a.T if a_mn else a)[71, 23] = np.inf
     (a.T if a_mn else a)[0, 0] = np.nan
     (b.T if b_mn else b)[135, 1] = np.nan
-    for design in DESIGNS:
-        bad = ~np.isfinite(run(device, form, a, b, choice=design).astype(np.float64))
+    for design in designs(form):
+        if design[0].stages == 1 and design[0].step < 24:
+            continue
+        slices = 3 if design[0].sliced else 1
+        bad = ~np.isfinite(run(device, form, a, b, choice=design, slices=slices).astype(np.float64))
         want = np.zeros((72, 136), bool)
         want[[0, 71], :] = want[:, 135] = True
         np.testing.assert_array_equal(bad, want, label(design))
@@ -368,15 +481,34 @@ def test_an_empty_sum_is_written(device: Backend) -> None:
 def test_large_products(gpu: Backend, form: str) -> None:
     """Every design, the same bits, 20 times over; rows alone and in company at real depths."""
     a, b = drawn(form, 1160, 1416, 2056)
-    first = run(gpu, form, a, b, choice=DESIGNS[0])
+    first = run(gpu, form, a, b, choice=SQUARE[0])
     judge(form, first, a, b)
-    for design in DESIGNS:
+    for design in SQUARE:
         for _ in range(20):
             opcheck.assert_same_bits(run(gpu, form, a, b, choice=design), first, label(design))
     if not FORMS[form][0]:
         for start, stop in ((0, 1), (77, 78), (1159, 1160), (3, 66), (5, 517), (0, 1159)):
-            part = run(gpu, form, np.ascontiguousarray(a[start:stop]), b)
+            part = run(gpu, form, np.ascontiguousarray(a[start:stop]), b, slices=1)
             opcheck.assert_same_bits(part, first[start:stop], f"rows {start} to {stop}")
+
+
+@pytest.mark.gpu
+def test_skinny_products(gpu: Backend) -> None:
+    """LoRA's six at real sizes, 20 times over."""
+    for r in (8, 16, 64):
+        for form, rows, cols, depth in (
+            ("forward", 2051, r, 5120),
+            ("forward", 2051, 5120, r),
+            ("dgrad", 2051, r, 5120),
+            ("dgrad", 2051, 5120, r),
+            ("wgrad", r, 5120, 2051),
+            ("wgrad", 5120, r, 2051),
+        ):
+            a, b = drawn(form, rows, cols, depth)
+            first = run(gpu, form, a, b)
+            judge(form, first, a, b, what=f"{rows}x{cols}x{depth}")
+            for _ in range(20):
+                opcheck.assert_same_bits(run(gpu, form, a, b), first)
 
 
 @pytest.mark.gpu

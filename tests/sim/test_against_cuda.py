@@ -21,11 +21,11 @@ from cupyllm.backend.compile import compile_ptx_many
 from cupyllm.backend.eager import OpRun, Session
 from cupyllm.backend.record import Recorder
 from cupyllm.backend.sim import SimBackend
-from cupyllm.ops import adamw, grad_norm, linear_mma, rope
+from cupyllm.ops import adamw, grad_norm, linear_mma, linear_rows, rope
 from cupyllm.ops.cases import draw, draw_cotangents, op_attrs, specs
 from cupyllm.ops.op import Case
 from cupyllm.sim import ptx
-from tests.backend.every_kernel import every_kernel, every_mma_design
+from tests.backend.every_kernel import every_kernel, every_mma_design, every_rows_design
 from tests.ops import opcheck
 from tests.simulated import new_simulator
 
@@ -59,7 +59,7 @@ def calls() -> Iterator[Call]:
     """Everything that differs: parameter dtypes and accumulation matter to ops with parameters only."""
     for name in ops.GRAPH_OPS:
         for variant in ops.get(name).variants:
-            if not variant.runs_on(SimBackend.capability):
+            if not variant.simulated:
                 continue
             for case in opcheck.small_cases(name):
                 for dtype, weight_dtype in opcheck.DTYPE_PAIRS if case.params else _SAME:
@@ -194,7 +194,7 @@ def test_the_head(devices: tuple[SimBackend, Backend]) -> None:
         both(devices, [drawn.inputs[0], drawn.params[0], d_y], results, record)
 
 
-MMA_DESIGNS = [(form, choice) for form in linear_mma.FORMS for choice in linear_mma.DESIGNS]
+MMA_DESIGNS = [(form, choice) for form in linear_mma.FORMS for choice in linear_mma.designs(form)]
 
 
 @pytest.mark.gpu
@@ -202,7 +202,8 @@ MMA_DESIGNS = [(form, choice) for form in linear_mma.FORMS for choice in linear_
 def test_designs_of_mma(devices: tuple[SimBackend, Backend], form: str, choice: Any) -> None:
     """Each tile and each width of copies, also where the chooser would take another."""
     a_mn, b_mn, dtype = linear_mma.FORMS[form]
-    rows, cols, depth = 72, 136, 88
+    tile, _ = choice
+    rows, cols, depth = 72, 136, 88 if tile.stages > 1 else tile.step
     rng = np.random.default_rng(5)
     shapes = ((depth, rows) if a_mn else (rows, depth), (depth, cols) if b_mn else (cols, depth))
     a, b = (rng.standard_normal(shape).astype(NUMPY_DTYPE["bfloat16"]) for shape in shapes)
@@ -213,10 +214,28 @@ def test_designs_of_mma(devices: tuple[SimBackend, Backend], form: str, choice: 
     both(devices, [a, b], [Spec((rows, cols), dtype)], record)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("design", linear_rows.DESIGNS, ids=str)
+@pytest.mark.parametrize("form", ["forward", "head"])
+def test_designs_of_rows(devices: tuple[SimBackend, Backend], form: str, design: linear_rows.Design) -> None:
+    """Each of them, k whole and in two slices."""
+    rows, cols, depth = 8 * design.row_groups - 3, 50, 2 * design.chunk + 72
+    rng = np.random.default_rng(6)
+    a, b = (rng.standard_normal(shape).astype(NUMPY_DTYPE["bfloat16"]) for shape in ((rows, depth), (cols, depth)))
+    for slices in (1, 2):
+        choice = linear_rows.Choice(design, slices, 2)
+
+        def record(rec: Recorder, x: list[Tensor], y: list[Tensor], choice: linear_rows.Choice = choice) -> None:
+            linear_rows.product(rec, form, x[0], x[1], y[0], choice=choice)
+
+        both(devices, [a, b], [Spec((rows, cols), linear_mma.FORMS[form][2])], record)
+
+
 def test_every_kernel_is_compared() -> None:
     """By test_ops, or by one of the tests of the launchers outside the graph."""
     compared = {launch.kernel for call in CALLS for launch in call.launches()}
     compared |= {launch.kernel for launch in every_mma_design(SimBackend.capability)}
+    compared |= {launch.kernel for launch in every_rows_design(SimBackend.capability)}
     missing = {spec.symbol for spec in every_kernel(SimBackend.capability) if spec not in compared}
     outside = ("adamw_", "sum_of_squares_", "scale_", "rope_table", "linear_")
     assert not {symbol for symbol in missing if not symbol.startswith(outside)}

@@ -70,8 +70,10 @@ def sources() -> dict[str, str]:
 
 
 def all_places() -> list[Place]:
-    """Every place of every kernel file and header, by file and line."""
-    paths = [*_simulated(), *sorted(kernels.CU.glob("*.cuh")), Path(AMPERE)]
+    """Every place of every kernel file, and of every header of one, by file and line."""
+    texts = [kernels.flatten(path.name) for path in _simulated()]
+    headers = [path for path in sorted(kernels.CU.glob("*.cuh")) if any(f'"{path.name}"' in text for text in texts)]
+    paths = [*_simulated(), *headers, Path(AMPERE)]
     return [place for path in paths for place in scan(path.name, path.read_text())]
 
 

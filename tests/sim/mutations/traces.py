@@ -11,6 +11,7 @@ other conditions, but in conversions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,16 @@ import ml_dtypes
 import numpy as np
 
 from cupyllm import ops
-from cupyllm.backend.base import KernelSpec, Launch, Spec, Tensor
+from cupyllm.backend.base import NUMPY_DTYPE, KernelSpec, Launch, Spec, Tensor
 from cupyllm.backend.eager import Session, spoil
 from cupyllm.backend.record import Recorder, arena_layout, place
 from cupyllm.backend.sim import SimBackend
-from cupyllm.ops import rope
+from cupyllm.ops import linear_rows, linear_tf32, quantized_mma, rope
 from cupyllm.ops.cases import draw, draw_cotangents, op_attrs
-from cupyllm.ops.op import Case, Op
+from cupyllm.ops.op import WEIGHT_DTYPES, Case, Op
 from cupyllm.sim.memory import DEVICE_BASE
 from cupyllm.simcheck.ops import record_adamw, record_grad_norm
+from tests.ops import quantized
 
 AMPERE = str(Path(__file__).parent.parent / "kernels" / "ampere.cu")
 Call = Callable[[Session, Recorder], None]  # puts arrays on the device and records
@@ -50,6 +52,9 @@ EXTRA = {
         Case("bias, 9 rows", ((9, 4),), ((33, 4), (33,))),
         Case("long", ((3, 520),), ((8, 520),)),
         Case("ten rows of tiles", ((1, 72),), ((600, 72),)),
+        Case("split sum", ((66, 520),), ((40, 520), (40,))),
+        Case("split gradient", ((520, 24),), ((40, 24),)),
+        Case("split, odd", ((66, 513),), ((5, 513), (5,))),
     ],
     "cross_entropy": [Case("labels out of range", ((4, 7), (4,)), kinds=("normal", "values:-5,6,-100,7"))],
     "kv_append": [
@@ -147,30 +152,57 @@ def calls(source: str) -> Iterator[tuple[str, Call]]:
         yield from ((f"{n}", _grad_norm(n)) for n in (1, 257, 8192, 8193))
     if source == "rope.cu":
         yield from ((f"table {rows}x{half}", _rope_table(rows, half)) for rows, half in ((5, 3), (4, 64)))
+    if source == linear_rows.SOURCE:
+        short, paired = linear_rows.Design(2, 1, 8, 3), linear_rows.Design(4, 2, 4, 3)
+        yield "two passes, around the ring", _rows(11, 50, 2632, linear_rows.Choice(short, 1, 2))
+        yield "two slices, blocks in pairs", _rows(29, 90, 776, linear_rows.Choice(paired, 2, 2))
+    if source == linear_tf32.SOURCE:
+        yield from ((f"infinite sums, {dtype} weight", _tf32(70, 72, 328, dtype)) for dtype in WEIGHT_DTYPES)
+        yield "elements of 16 bits, one by one", _tf32(9, 7, 35, "bfloat16")
+    if source == quantized_mma.SOURCE:
+        for form, format in itertools.product(("forward", "dgrad"), quantized.FORMATS):
+            yield f"{form} of {format}", _quantized(quantized_mma.SMALL, form, format)
+        yield "large tiles", _quantized(quantized_mma.LARGE, "forward", "int4")
+        yield "half a tile of columns", _quantized(quantized_mma.LARGE, "dgrad", "nf4", 5, 40, 192)
+        yield "absmax past the last", _quantized(quantized_mma.SMALL, "forward", "nf4 double", 3, 17, 1536)
+        yield "odd columns, an odd row", _quantized(quantized_mma.SMALL, "forward", "int8", 65, 33, 328)
+        yield "odd columns, float32", _quantized(quantized_mma.SMALL, "head", "int8", 65, 33, 328)
+    if source == "linear_sum.cu":
+        yield from _op_calls(ops.get("linear"), "bfloat16")
     for name in ops.GRAPH_OPS:
         op = ops.get(name)
         variant = next((variant for variant in op.variants if variant.source == source), None)
         if variant is not None:
-            yield from _op_calls(op, "bfloat16" if variant.tensor_cores else "float32")
+            of_float32 = not variant.tensor_cores or source == linear_tf32.SOURCE
+            forced = {op.name: variant.name} if of_float32 else {}  # else whatever the launcher would take
+            yield from _op_calls(op, "float32" if of_float32 else "bfloat16", forced)
 
 
-def _op_calls(op: Op, dtype: str) -> Iterator[tuple[str, Call]]:
+def _op_calls(op: Op, dtype: str, forced: dict[str, str] | None = None) -> Iterator[tuple[str, Call]]:
     small = [case for case in op.cases() if case.size == "small"]
     for case in [*small, *EXTRA.get(op.name, [])]:
-        yield case.name, _op_call(op, case, dtype)
+        yield case.name, _op_call(op, case, dtype, forced)
     if op.inference_only:
         return
     case = next((case for case in small if len(case.params) > 1), small[1])
     for added in dict.fromkeys((case.name, small[1].name)) if case.params else ():
         chosen = next(one for one in small if one.name == added)
-        yield f"{added}, accumulated", _op_call(op, chosen, dtype, accumulate=True)
+        yield f"{added}, accumulated", _op_call(op, chosen, dtype, forced, accumulate=True)
     gradients = [f"d_input{i}" for i, wanted in enumerate(op.differentiable) if wanted]
     for left_out in [*gradients, *(f"d_param{i}" for i in range(len(case.params)))]:
-        yield f"{case.name}, no {left_out}", _op_call(op, case, dtype, left_out=left_out)
+        yield f"{case.name}, no {left_out}", _op_call(op, case, dtype, forced, left_out=left_out)
 
 
-def _op_call(op: Op, case: Case, dtype: str, accumulate: bool = False, left_out: str = "") -> Call:
+def _op_call(
+    op: Op,
+    case: Case,
+    dtype: str,
+    forced: dict[str, str] | None = None,
+    accumulate: bool = False,
+    left_out: str = "",
+) -> Call:
     def call(session: Session, rec: Recorder) -> None:
+        rec.forced = forced or {}
         drawn, attrs = draw(case, dtype), op_attrs(op.name, case, dtype)
         x = [None if a is None else session.put(a, f"input{i}") for i, a in enumerate(drawn.inputs)]
         w = [session.put(a, f"param{i}") for i, a in enumerate(drawn.params)]
@@ -204,6 +236,46 @@ def _adamw(size: int, p16: str | None) -> Call:
 
 def _grad_norm(size: int) -> Call:
     return lambda session, rec: record_grad_norm(session, rec, size)
+
+
+def _rows(rows: int, cols: int, depth: int, choice: linear_rows.Choice) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        x, weight, bias = (
+            session.put(_floats(shape, seed).astype(ml_dtypes.bfloat16))
+            for seed, shape in enumerate(((rows, depth), (cols, depth), (cols,)))
+        )
+        y = session.empty(Spec((rows, cols), "bfloat16"))
+        linear_rows.product(rec, "forward", x, weight, y, bias, choice=choice)
+
+    return call
+
+
+def _quantized(
+    tile: quantized_mma.Tile, form: str, format: str, rows: int = 70, out: int = 136, in_: int = 384
+) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        weight = quantized.draw(format, out, in_)
+        a = quantized.activations(form, weight, rows)
+        c = Spec((rows, in_ if form == "dgrad" else out), "float32" if form == "head" else "bfloat16")
+        params = [session.put(part) for part in weight.params]
+        quantized_mma.product(
+            rec, form, weight.format, session.put(a), params, session.empty(c), choice=tile, band=1 + rows % 2
+        )
+
+    return call
+
+
+def _tf32(rows: int, cols: int, depth: int, dtype: str) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        shapes = ((rows, depth), (cols, depth), (rows, cols))
+        a, b, d_y = (_floats(shape, seed) for seed, shape in enumerate(shapes))
+        a[3, 9] = np.inf
+        x, weight, grad = session.put(a), session.put(b.astype(NUMPY_DTYPE[dtype])), session.put(d_y)
+        linear_tf32.product(rec, "forward", x, weight, session.empty(Spec((rows, cols), "float32")))
+        linear_tf32.product(rec, "dgrad", grad, weight, session.empty(Spec((rows, depth), "float32")))
+        linear_tf32.product(rec, "wgrad", grad, x, session.empty(Spec((cols, depth), "float32")))
+
+    return call
 
 
 def _rope_table(rows: int, half: int) -> Call:
