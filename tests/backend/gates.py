@@ -10,6 +10,9 @@ Growth over the table is judged with the NVRTC version that made it: another all
 more than 12.9 in 39 of 322 cases on sm_80 and sm_90a). A table a version was rejected, since CI runs only one of them.
 With another version the tests fail, so that growth is never left unjudged in silence.
 
+CI compiles every kernel for one target of each family and, for the others (RELATIVES), of each symbol of a file the
+kernel that takes most registers there by the table: the likeliest one to spill. The script compiles all for all.
+
 Shared memory over the 48 KB that a block may have without asking needs no gate: ptxas refuses it.
 """
 
@@ -30,6 +33,7 @@ TABLE = Path(__file__).with_name("resources.txt")
 REGENERATE = "run python scripts/make_resource_table.py"
 BLOCK_REGISTERS = 65536  # on every target
 REGISTER_UNIT = 8  # a thread's registers are allocated in eights
+RELATIVES = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_121": "sm_120"}  # of one family, with the same instructions
 
 _CELL, _TOTAL = 11, 7  # widths of columns
 _HEADER = """\
@@ -74,6 +78,21 @@ def name(spec: KernelSpec) -> str:
 def everything() -> dict[str, dict[KernelSpec, Use]]:
     """Per target, the kernels that a launcher may ask for on it."""
     return {arch: every_kernel(capability(arch)) for arch in ARCHITECTURES}
+
+
+def largest(table: Table) -> dict[str, dict[KernelSpec, Use]]:
+    """What CI compiles: `everything`, but for RELATIVES only what takes most registers of each symbol of a file."""
+    asked = everything()
+    for arch in RELATIVES:
+        most: dict[tuple[str, str], tuple[int, KernelSpec]] = {}
+        for spec in asked[arch]:
+            row = table.rows.get(name(spec))
+            registers = BLOCK_REGISTERS if row is None or arch not in row.cells else row.cells[arch][0]
+            key = (spec.source, spec.symbol)
+            if key not in most or registers > most[key][0]:
+                most[key] = (registers, spec)
+        asked[arch] = {spec: asked[arch][spec] for _, spec in most.values()}
+    return asked
 
 
 def cubins() -> Path:

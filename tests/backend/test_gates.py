@@ -35,7 +35,7 @@ def table() -> Table:
 def test_every_kernel_compiles_within_the_table(table: Table) -> None:
     faults = []
     judged = not gates.other_version(table, nvrtc.version())  # else test_growth_is_judged fails
-    for arch, found in gates.measure(gates.everything(), gates.cubins()).items():
+    for arch, found in gates.measure(gates.largest(table), gates.cubins()).items():
         faults += gates.forbidden(arch, found)
         if judged:
             faults += gates.grown(arch, found, table)
@@ -54,6 +54,21 @@ def test_table_and_launchers_have_the_same_kernels(table: Table) -> None:
     asked = {arch: map(gates.name, kernels) for arch, kernels in gates.everything().items()}
     faults = gates.uncovered(asked, table)
     assert not faults, "\n".join(faults)
+
+
+def test_what_ci_compiles(table: Table) -> None:
+    """Every kernel for a target of each family; every symbol for every target, by its largest kernel."""
+    asked, compiled = gates.everything(), gates.largest(table)
+    for arch, kernels in asked.items():
+        if arch not in gates.RELATIVES:
+            assert compiled[arch] == kernels and arch in {*gates.RELATIVES.values(), "sm_90a", "sm_100"}
+            continue
+        assert {(k.source, k.symbol) for k in compiled[arch]} == {(k.source, k.symbol) for k in kernels}
+        assert len(compiled[arch]) < len(kernels) / 2, "else it saves little"
+        for spec in kernels:
+            taken = [k for k in compiled[arch] if (k.source, k.symbol) == (spec.source, spec.symbol)]
+            registers = [table.rows[gates.name(k)].cells[arch][0] for k in (spec, *taken)]
+            assert len(taken) == 1 and registers[0] <= registers[1]
 
 
 def test_table_is_as_the_script_writes_it(table: Table) -> None:
