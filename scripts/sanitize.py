@@ -1,15 +1,17 @@
 """Every kernel once or more, small shapes, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck  python scripts/sanitize.py
-    compute-sanitizer --tool racecheck python scripts/sanitize.py
+    compute-sanitizer --tool racecheck python scripts/sanitize.py [OP ...]
 
-Runs the small cases (up to one tile plus one) of every op forward and backward in both activation dtypes, then a tiny
-model's loss and gradients, a norm and an AdamW update. Results are not judged here; the tests do that.
+Runs the small cases (up to one tile plus one) of every op, or of those named, forward and backward, in both activation
+dtypes and by every variant that this GPU has, then (with no op named) a tiny model's loss and gradients, a norm and an
+AdamW update. Results are not judged here; the tests do that.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,18 +27,25 @@ from cupyllm.model.engine import DeviceEngine
 from cupyllm.ops.cases import draw, draw_cotangents, op_attrs
 
 
-def every_op(backend: CudaBackend) -> int:
+def every_op(backend: CudaBackend, names: Sequence[str]) -> int:
     """Number of op calls made."""
     count = 0
-    for name in ops.GRAPH_OPS:
+    for name in names:
         op = ops.get(name)
         for case in (case for case in op.cases() if case.size == "small"):
             for dtype in ("float32", "bfloat16"):
                 drawn, attrs = draw(case, dtype), op_attrs(name, case, dtype)
                 inputs = [None if a is None else Spec(a.shape, a.dtype.name) for a in drawn.inputs]
                 specs = op.infer(inputs, [Spec(p.shape, p.dtype.name) for p in drawn.params], attrs)
-                run_op(backend, op, drawn.inputs, drawn.params, attrs, draw_cotangents(specs))
-                count += 1
+                present = [spec for spec in inputs if spec is not None]
+                params = [Spec(p.shape, p.dtype.name) for p in drawn.params]
+                for variant in op.variants:
+                    if variant.library or not variant.runs_on(backend.capability):
+                        continue
+                    if variant.fits(present, params, attrs):
+                        forced = {name: variant.name}
+                        run_op(backend, op, drawn.inputs, drawn.params, attrs, draw_cotangents(specs), forced=forced)
+                        count += 1
     return count
 
 
@@ -61,9 +70,10 @@ def tiny_model(backend: CudaBackend) -> None:
 
 def main() -> int:
     backend = CudaBackend()
-    count = every_op(backend)
-    tiny_model(backend)
-    print(f"{count} op calls and a tiny model ran on {backend.device_name}")
+    count = every_op(backend, sys.argv[1:] or ops.GRAPH_OPS)
+    if len(sys.argv) == 1:
+        tiny_model(backend)
+    print(f"{count} op calls ran on {backend.device_name}")
     return 0
 
 

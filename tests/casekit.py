@@ -62,7 +62,7 @@ def rope_table(
     inv_freq, factor = device_rope.inverse_frequencies(RopeConfig(theta), dim)
     with Session(backend) as session:
         cos, sin = (session.empty(Spec((where.size, dim // 2), "float32")) for _ in range(2))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         device_rope.rope_table(rec, session.put(where), session.put(inv_freq), factor, cos, sin)
         session.execute(rec)
         return session.get(cos), session.get(sin)
@@ -170,7 +170,7 @@ def sums_of_squares(gradients: Sequence[np.ndarray], backend: Backend | None = N
         return [reference_grad_norm.sum_of_squares(g) for g in gradients]
     with Session(backend) as session:
         out = session.empty(Spec((len(gradients),), "float64"))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         for slot, gradient in enumerate(gradients):
             device_grad_norm.sum_of_squares(rec, session.put(gradient), out, slot)
         session.execute(rec)
@@ -189,7 +189,7 @@ def clip(
     with Session(backend) as session:
         tensors = [session.put(g) for g in gradients]
         factor = session.put(device_grad_norm.as_factor(coefficient))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         for tensor in tensors:
             device_grad_norm.scale(rec, tensor, factor)
         session.execute(rec)
@@ -208,7 +208,7 @@ def adamw_run(
         with Session(backend) as session:
             tensors = [session.put(a) for a in (p, gradient, m, v)]
             scalars = session.put(device_adamw.pack_scalars(step=step, **numbers))
-            rec = Recorder(backend.capability)
+            rec = Recorder.of(backend)
             device_adamw.adamw(rec, *tensors, scalars)
             session.execute(rec)
             p, _, m, v = (session.get(t) for t in tensors)

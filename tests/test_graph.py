@@ -21,7 +21,7 @@ def test_a_value_read_three_times_gets_three_gradients(backend: Backend) -> None
     ]
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
     with Session(backend) as session:
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         values = {"x": session.put(x)}
         y, d_x = session.empty(Spec((3, 8), "float32")), session.empty(Spec((3, 8), "float32"))
         known, saved = graph.forward(rec, nodes, values, {}, {"y": y})
@@ -39,7 +39,7 @@ def test_gradients_of_frozen_parameters_are_not_computed(backend: Backend) -> No
     launches, gradients = [], []
     for trained in ([], ["self_attn.q_proj.weight"], list(params)):
         with Session(backend) as session:
-            rec = Recorder(backend.capability)
+            rec = Recorder.of(backend)
             values = {"x": session.put(x), "cos": session.put(cos), "sin": session.put(sin)}
             weights = {name: session.put(p) for name, p in params.items()}
             nodes = layer_nodes(config, 0, 1, 5, False)
@@ -59,7 +59,7 @@ def test_a_tail_of_the_list_without_gradient_is_skipped(backend: Backend) -> Non
     nodes = [Node("used", "add", ("x", "x"), ("y",)), Node("unused", "add", ("y", "y"), ("z",))]
     with Session(backend) as session:
         x = session.put(np.ones((2, 4), np.float32))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         known, saved = graph.forward(rec, nodes, {"x": x}, {})
         before = len(rec.launches)
         graph.backward(rec, nodes, known, saved, {"y": x}, {}, ["x"])

@@ -1,5 +1,6 @@
 """Linear: y = x weight^T + bias. Kernels, maths and numerics: cu/linear.cu, of bfloat16 on tensor cores
-cu/linear_sm90.cu (Hopper), cu/linear_mma.cu and cu/linear_rows.cu (few rows), of float32 on them cu/linear_tf32.cu.
+cu/linear_sm90.cu (Hopper), cu/linear_mma.cu and cu/linear_rows.cu (few rows), of float32 on them cu/linear_tf32.cu,
+of Hopper cu/linear_tf32_sm90.cu.
 
 Shapes: N rows, K in, M out; weight [M,K] as Hugging Face stores it. x and its gradient are in the activation dtype, y
 and its gradient too unless attr "out_dtype" names another (the LM head's float32 logits), weight and bias in any weight

@@ -53,9 +53,7 @@ def variants(op: str, wanted: str | None) -> list[str]:
         names = ", ".join(variant.name for variant in known)
         raise InputError(f"--variant {wanted}: {op} has no such variant, expected one of {names}")
     if not found.simulated:
-        raise InputError(
-            f"--variant {wanted}: {found.why_not_simulated}; leave it out to check those that are"
-        )
+        raise InputError(f"--variant {wanted}: {found.why_not_simulated}; leave it out to check those that are")
     return [wanted]
 
 

@@ -97,7 +97,7 @@ def every_mma_design(capability: int = 80) -> list[Launch]:
     rec = Recorder(capability)
     for form, (a_mn, b_mn, dtype) in linear_mma.FORMS.items():
         for tile, copy in linear_mma.designs(form):
-            rows, cols, depth = 72, 136, min(24, tile.step)
+            rows, cols, depth = (min(pair) for pair in zip((72, 136, 24), tile.most, strict=True))
             a = tensor(Spec((depth, rows) if a_mn else (rows, depth), "bfloat16"))
             b = tensor(Spec((depth, cols) if b_mn else (cols, depth), "bfloat16"))
             for slices in (1, 2) if tile.sliced else (1,):
@@ -149,9 +149,14 @@ def every_quantized_rows_design(capability: int = 80) -> list[Launch]:
         assert x is not None
         c = Spec((rows, case.attrs["out_features"]), linear_mma.FORMS[form][2])
         format, stored = case.attrs["format"], [tensor(spec) for spec in params]
-        for design in quantized_rows.DESIGNS[format_number(format, stored)]:
+        for design in quantized_rows.designs(format_number(format, stored), rows, capability):
             a, choice = tensor(Spec((rows, x.shape[1]), x.dtype)), quantized_rows.Choice(design, 1, 2)
             quantized_rows.product(rec, form, format, a, stored, tensor(c), choice=choice)
+            if capability in quantized_rows.CLUSTER_CAPABILITIES:
+                for slices in quantized_rows.CLUSTERS:
+                    deep = tensor(Spec((rows, slices * 128 * design.warps), x.dtype))
+                    choice = quantized_rows.Choice(design, slices, 2, cluster=True)
+                    quantized_rows.product(rec, form, format, deep, stored, tensor(c), choice=choice)
     return rec.launches
 
 
@@ -159,7 +164,7 @@ def every_tf32_design(capability: int = 80) -> list[Launch]:
     """The same of its tf32x3 designs, with every dtype of the weight."""
     rec = Recorder(capability)
     for form, (a_mn, b_mn, dtypes) in linear_tf32.FORMS.items():
-        for dtype, design in itertools.product(dtypes, linear_tf32.DESIGNS):
+        for dtype, design in itertools.product(dtypes, linear_tf32.designs(capability)):
             rows, cols, depth = 72, 136, 24
             a = tensor(Spec((depth, rows) if a_mn else (rows, depth), "float32"))
             b = tensor(Spec((depth, cols) if b_mn else (cols, depth), dtype))

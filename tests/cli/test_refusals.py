@@ -56,7 +56,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (["forward", "--backend", "reference", "--batch-invariant"], "use --backend cuda or sim"),
         (["forward", "--variant", "linear"], "OP=NAME"),
         (["forward", "--variant", "convolution=plain"], "swiglu"),
-        (["forward", "--variant", "linear=magic"], "expected one of wgmma, mma, cublas, plain"),
+        (["forward", "--variant", "linear=magic"], "expected one of rows, skinny, wgmma, mma, tf32x3, cublas, plain"),
         (["forward", "--prompt", ""], "--prompt is empty"),
         (["forward", "--prompt", "a", "--ids", "x.npy"], "--prompt and --ids"),
         (["forward", "--prompt", "a", "--prompt-file", "x.txt"], "--prompt and --prompt-file"),

@@ -482,7 +482,7 @@ def test_a_fault_in_an_op_is_found_and_shown(cli: Cli, shared_cache: Path, monke
     [
         ("--op sub", "--op sub: there is no such op, expected all or one of embedding, rmsnorm,"),
         ("--op add --variant fast", "--variant fast: add has no such variant, expected one of plain"),
-        ("--op all --variant plain", "--variant plain with 12 ops, expected one --op"),
+        ("--op all --variant plain", "--variant plain with 13 ops, expected one --op"),
         ("--op add --block 4", "--op and --block were given, which do not go together"),
         ("", "expected --kernel FILE.cu:NAME or --op NAME"),
     ],
@@ -493,7 +493,7 @@ def test_bad_ops_are_refused(cli: Cli, options: str, said: str) -> None:
 
 def test_a_variant_of_a_newer_gpu_is_not_simulated(cli: Cli) -> None:
     assert "needs sm_90 and is not simulated" in cli("sim-check", "--op", "linear", "--variant", "wgmma").refused()
-    assert op_checks.variants("linear", None) == ["mma", "plain"]
+    assert op_checks.variants("linear", None) == ["rows", "mma", "tf32x3", "plain"]
 
 
 # ---- README

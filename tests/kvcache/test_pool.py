@@ -130,7 +130,7 @@ def append_and_attend(
     with Session(backend) as session:
         values = {name: session.put(array) for name, array in arrays.items()}
         values |= dict(zip(("k_pages", "v_pages"), pages, strict=True))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         out = session.empty(values["q"])
         graph.forward(rec, nodes, values, {}, {"out": out})
         session.execute(rec)

@@ -54,7 +54,7 @@ def _walk(
     backend: Backend, nodes: list[graph.Node], values: dict[str, np.ndarray], params: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     with Session(backend) as session:
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         device = {name: session.put(value) for name, value in values.items()}
         weights = {name: session.put(p) for name, p in params.items()}
         specs = graph.infer(nodes, device, weights)

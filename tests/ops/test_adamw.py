@@ -34,7 +34,7 @@ def test_steps_match_the_reference(backend: Backend, size: int, p16: str | None,
         p, m, v = session.put(start), session.put(np.zeros(size, np.float32)), session.put(np.zeros(size, np.float32))
         g, scalars = session.empty(Spec((size,), "float32")), session.empty(SCALARS)
         out = session.empty(Spec((size,), p16)) if p16 else None
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         adamw(rec, p, g, m, v, scalars, out)
         assert len(rec.launches) == 1 and arena_layout(rec.launches)[1] == 0
         program = backend.load(rec.launches)
@@ -69,7 +69,7 @@ def test_against_numbers_worked_out_by_hand(backend: Backend) -> None:
         p, g = session.put(np.float32([1.0, -2.0, 0.5])), session.put(np.float32([4.0, -1e-8, 0.0]))
         m, v = session.put(np.zeros(3, np.float32)), session.put(np.zeros(3, np.float32))
         scalars = session.put(pack_scalars(**SETTINGS, lr=0.1, weight_decay=0.5, step=1))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         adamw(rec, p, g, m, v, scalars)
         session.execute(rec)
         # 0.95 - 0.1;  -1.9 + 0.1 * 1e-8 / (1e-8 + 1e-8);  0.475
@@ -82,7 +82,7 @@ def test_zero_gradients_move_nothing_but_decay(backend: Backend) -> None:
     zeros = np.zeros(5, np.float32)
     with Session(backend) as session:
         p = session.put(np.arange(5, dtype=np.float32))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         scalars = session.put(pack_scalars(**SETTINGS, lr=0.1, weight_decay=0.0, step=3))
         adamw(rec, p, session.put(zeros), session.put(zeros), session.put(zeros), scalars)
         session.execute(rec)

@@ -62,7 +62,7 @@ def test_may_write_over_its_input(backend: Backend) -> None:
     assert a is not None and b is not None
     with Session(backend) as session:
         x, y = session.put(a), session.put(b)
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         OP.forward(rec, [x, y], [], [x], {})
         session.execute(rec)
         opcheck.assert_same_bits(session.get(x), a + b)
@@ -80,7 +80,7 @@ def test_one_gradient_alone(backend: Backend, wanted: int) -> None:
     d_y = np.arange(300, dtype=np.float32)
     with Session(backend) as session:
         source, target = session.put(d_y), session.empty(Spec((300,), "float32"))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         OP.backward(rec, (), [source], [target, None] if wanted == 0 else [None, target], [], {}, False)
         session.execute(rec)
         opcheck.assert_same_bits(session.get(target), d_y)

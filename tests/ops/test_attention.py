@@ -307,7 +307,7 @@ def test_lse_and_memory(backend: Backend) -> None:
     with Session(backend) as session:
         x: list[Tensor | None] = [session.put(a) for a in (q, k, v, segments, segments)]
         out = session.empty(Spec(q.shape, "float32"))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         saved = OP.forward(rec, x, (), [out], attrs)
         lse = session.empty(Spec((1, 2, 40), "float32"))
         rec.launches = [
@@ -338,7 +338,7 @@ def test_unwanted_gradients_are_left_out(backend: Backend) -> None:
                 session.empty(Spec(q.shape, "float32")),
                 session.empty(Spec((q, k, v)[wanted].shape, "float32")),
             )
-            rec = Recorder(backend.capability)
+            rec = Recorder.of(backend)
             saved = OP.forward(rec, x, (), [out], attrs)
             d_inputs: list[Tensor | None] = [target if i == wanted else None for i in range(5)]
             OP.backward(rec, saved, [session.put(d_out)], d_inputs, [], attrs, False)

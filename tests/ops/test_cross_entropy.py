@@ -123,7 +123,7 @@ def test_gradient_in_place_of_the_logits(backend: Backend, dtype: str) -> None:
     want = run_op(backend, OP, [logits, labels], (), {}, [np.ones(3, np.float32), None]).d_inputs[0]
     with Session(backend) as session:
         x, loss, argmax = session.put(logits), session.empty(Spec((3,), "float32")), session.empty(Spec((3,), "int32"))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         saved = OP.forward(rec, [x, session.put(labels)], (), [loss, argmax], {})
         OP.backward(rec, saved, [session.put(np.ones(3, np.float32)), None], [x, None], [], {}, False)
         assert len(rec.launches) == 2  # the forward, argmax included, is one

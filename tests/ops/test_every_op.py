@@ -27,7 +27,7 @@ NOT_OPS = {
     "tests": {"every_op", "cases"},
 }
 APART = {"rope_table"}  # launched once a batch, outside the graph; tested by its op's own tests
-FASTER = re.compile(r"_(sm\d+|mma|skinny|sum|rows|tf32|cublas)$")
+FASTER = re.compile(r"(_(sm\d+|mma|skinny|sum|rows|tf32|cublas))+$")
 SHORT = {"quantized": "quantized_linear"}  # quantized_rows.cu belongs to quantized_linear
 KERNEL = re.compile(r"^KERNEL\((\w+)\)", re.MULTILINE)
 ALL_CASES = [(op, case) for op in ops.GRAPH_OPS for case in ops.get(op).cases()]

@@ -25,7 +25,7 @@ def sums(backend: Backend, *gradients: np.ndarray) -> np.ndarray:
     """One slot a gradient, and one at the end that nobody writes."""
     with Session(backend) as session:
         out = session.put(np.full(len(gradients) + 1, -7.0))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         for slot, gradient in enumerate(gradients):
             sum_of_squares(rec, session.put(gradient), out, slot)
         session.execute(rec)
@@ -68,7 +68,7 @@ def test_one_bad_element_shows(backend: Backend, position: int, value: float) ->
 def test_no_elements(backend: Backend) -> None:
     with Session(backend) as session:
         out = session.put(np.full(2, -7.0))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         sum_of_squares(rec, session.empty(Spec((0,), "float32")), out, 1)
         session.execute(rec)
         assert session.get(out).tolist() == [-7.0, 0.0]
@@ -87,7 +87,7 @@ def test_scale(backend: Backend, size: int) -> None:
     gradient = np.random.default_rng(0).standard_normal(size).astype(np.float32)
     with Session(backend) as session:
         g = session.put(gradient)
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         scale(rec, g, session.put(as_factor(0.3)))
         session.execute(rec)
         assert_same_bits(session.get(g), gradient * np.float32(0.3))

@@ -137,7 +137,7 @@ def test_bias_gradient_has_two_levels(backend: Backend) -> None:
     with Session(backend) as session:
         source, target = session.put(d_y), session.empty(Spec((1,), "float32"))
         x, weight = session.empty(Spec((400_000, 1), "float32")), session.empty(Spec((1, 1), "float32"))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         OP.backward(rec, (x, weight), [source], [None], [None, target], {}, False)
         session.execute(rec)
         error = opcheck.relative_error(session.get(target), d_y.sum(axis=0, dtype=np.float64))

@@ -78,7 +78,7 @@ def test_the_weight_gradient_is_added_in_the_documented_order(backend: Backend) 
     with Session(backend) as session:  # the weight's gradient alone
         x, weight, rstd = (session.put(np.ones(n, np.float32)) for n in ((num_chunks, 8), (8,), (num_chunks,)))
         target = session.empty(Spec((8,), "float32"))
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         OP.backward(rec, (x, weight, rstd), [session.put(d_y)], [None], [target], {"eps": 0.0}, False)
         session.execute(rec)
         opcheck.assert_same_bits(session.get(target), want)

@@ -43,7 +43,7 @@ def device_table(
     with Session(backend) as session:
         spec = Spec((positions.size, inv_freq.size), "float32")
         cos, sin = session.empty(spec), session.empty(spec)
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         rope_table(rec, session.put(positions.astype(np.int32)), session.put(inv_freq), factor, cos, sin)
         session.execute(rec)
         return session.get(cos), session.get(sin)
@@ -102,20 +102,20 @@ def test_in_place_and_one_of_two(backend: Backend) -> None:
     want_back = run(backend, "rope", case, drawn, want, "float32").d_inputs
     with Session(backend) as session:
         q, k, cos, sin = (session.put(a) for a in drawn.inputs if a is not None)
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         saved = OP.forward(rec, [q, k, cos, sin], (), [q, k], case.attrs)
         session.execute(rec)
         assert_same_bits(session.get(q), want[0])
         assert_same_bits(session.get(k), want[1])
         for index, x in enumerate((q, k)):
-            rec = Recorder(backend.capability)
+            rec = Recorder.of(backend)
             d_inputs = [x if i == index else None for i in range(4)]
             OP.backward(rec, saved, [q, k], d_inputs, [], case.attrs, False)
             session.execute(rec)
             expected = want_back[index]
             assert expected is not None
             assert_same_bits(session.get(x), expected)
-        rec = Recorder(backend.capability)
+        rec = Recorder.of(backend)
         OP.backward(rec, saved, [q, k], [None] * 4, [], case.attrs, False)
         assert not rec.launches
 
