@@ -57,9 +57,15 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA, at most the 99 KB that every GPU from sm_80 has."""
-        rows, cols = (8 if self.eight and extent == 16 else extent for extent in (self.rows, self.cols))
+        rows, cols = (min(extent, most) for extent, most in zip((self.rows, self.cols), self.most, strict=False))
         operands = self.stages * (rows + cols) * self.step * 2
         return operands if self.stages > 1 else max(operands, self.rows * (self.cols * 2 + 16))
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        """Rows and columns of C and terms of the sum that a product may have."""
+        rows, cols = (8 if self.eight and extent == 16 else MAX_EXTENT for extent in (self.rows, self.cols))
+        return rows, cols, self.step if self.stages == 1 else MAX_EXTENT
 
     def count(self, rows: int, cols: int) -> int:
         """Tiles that cover C."""
@@ -105,11 +111,8 @@ LONG_NARROW = {16: Tile(128, 16, 32, 16, 5), 32: Tile(128, 32, 32, 32, 4)}
 LONG_LOW = {16: Tile(16, 128, 16, 32, 5), 32: Tile(32, 128, 32, 32, 4)}
 # Extents of 8.
 FLAT_EIGHT = Tile(64, 128, 32, 64, 1, step=16, ctas=3, sliced=False)  # of the forward
-EIGHT = {
-    "dgrad": replace(NARROW[16], eight=True),
-    "wgrad low": replace(LONG_LOW[16], eight=True),
-    "wgrad narrow": replace(LONG_NARROW[16], eight=True),
-}
+NARROW_EIGHT = replace(NARROW[16], eight=True)  # of dgrad
+EIGHTS = tuple(replace(tiles[16], eight=True) for tiles in (LONG_LOW, LONG_NARROW, LOW, NARROW))  # of wgrad
 SQUARE = ((LARGE, 16), (SMALL, 16), (SMALL, 4), (SMALL, 2))
 
 
@@ -118,9 +121,8 @@ def designs(form: str) -> tuple[tuple[Tile, int], ...]:
     skinny: dict[str, tuple[Tile, ...]] = {
         "forward": (*NARROW.values(), *FLAT.values(), FLAT_EIGHT),
         "head": (),
-        "dgrad": (*NARROW.values(), *FLAT.values(), EIGHT["dgrad"]),
-        "wgrad": (*NARROW.values(), *LOW.values(), *LONG_NARROW.values(), *LONG_LOW.values())
-        + (EIGHT["wgrad low"], EIGHT["wgrad narrow"]),
+        "dgrad": (*NARROW.values(), *FLAT.values(), NARROW_EIGHT),
+        "wgrad": (*NARROW.values(), *LOW.values(), *LONG_NARROW.values(), *LONG_LOW.values(), *EIGHTS),
     }
     return SQUARE + tuple((tile, 16) for tile in skinny[form] if tile != SMALL)
 
@@ -154,13 +156,11 @@ def skinny(form: str, rows: int, cols: int, depth: int, num_sms: int) -> Tile | 
     if flat:
         return FLAT_EIGHT if extent <= 8 and form == "forward" else FLAT[room]
     if form != "wgrad":
-        return EIGHT[form] if extent <= 8 and form == "dgrad" else NARROW[room]
-    if extent <= 8:
-        return EIGHT["wgrad low" if low else "wgrad narrow"]
+        return NARROW_EIGHT if extent <= 8 and form == "dgrad" else NARROW[room]
     tile = (LOW if low else NARROW)[room]
     if room < 64 and (tile.count(rows, cols) > num_sms or depth > LONG):
         tile = (LONG_LOW if low else LONG_NARROW)[room]
-    return tile
+    return replace(tile, eight=extent <= 8)
 
 
 def choose(form: str, rows: int, cols: int, depth: int, num_sms: int) -> tuple[Tile, int]:
@@ -173,8 +173,8 @@ def choose(form: str, rows: int, cols: int, depth: int, num_sms: int) -> tuple[T
 
 
 def choose_slices(tile: Tile, rows: int, cols: int, depth: int, num_sms: int) -> int:
-    """Ranges of k, none shorter than MIN_STEPS: as many as give each SM a CTA, or two where one would leave a quarter of
-    the SMs idle and k is long enough to pay for a second launch of as many."""
+    """Ranges of k, none shorter than MIN_STEPS: as many as give each SM a CTA, or two where one would leave a quarter
+    of the SMs idle and k is long enough to pay for more parts."""
     if not tile.sliced:
         return 1
     tiles, steps = tile.count(rows, cols), -(-depth // STEP)
@@ -214,7 +214,7 @@ def product(
     assert c.dtype == c_dtype and max(rows, cols, depth) < MAX_EXTENT and (bias is None or not b_mn), (form, c, bias)
     tile, copy = choice or choose(form, rows, cols, depth, rec.num_sms)
     assert copy <= copy_bytes(form, rows, cols, depth) and (tile, copy) in designs(form), (form, tile, copy)
-    assert tile.stages > 1 or depth <= tile.step, (tile, depth)
+    assert all(extent <= most for extent, most in zip((*c.shape, depth), tile.most, strict=True)), (tile, c, depth)
     if slices is None:
         whole = choice is not None or (rec.batch_invariant and form != "wgrad")
         slices = 1 if whole else choose_slices(tile, rows, cols, depth, rec.num_sms)

@@ -18,6 +18,10 @@ same program would not run the same kernels twice.
 Few rows (forward and head up to 64) take tiles of 64 rows, which load and store only what rows there are, in eights:
 one kernel serves all of them, and the table lists their products at 16, 32 and 64 rows. Rejected: kernels of 16 and of
 32 rows, which are three times as many (at 16 rows 32 lost 1.6% to 16).
+
+Skinny products (linear_mma.py) have a rule of their own, `skinny`, since the model is of larger ones. Rejected: the
+first CTA of a cluster of up to eight adds up and writes all columns: 2% over all of them, though 1.5 times the mma
+variant's speed at 512 rows, 5120 k and 16 columns.
 """
 
 from __future__ import annotations
@@ -45,6 +49,16 @@ SHARED_BYTES = (227 << 10) - 1024  # of a CTA, without its barriers, which align
 MAX_STAGES, MAX_BOXES = 32, 4
 FEW_ROWS = 64  # up to which forward and head are bound by memory, with constants of the cost model of their own
 DEFAULT_ORDER = (8, 0)  # tiles of a band, whether bands go by columns
+SKINNY = {  # what `skinny` takes
+    "forward": ("64x64k4", "64x64k2", "64x64", "128x64k2", "128x128"),
+    "head": (),
+    "dgrad": ("64x64k4", "64x64k2", "64x64", "128x64k2", "128x128"),
+    "wgrad": ("64x64", "64x128c12", "128x64c21"),
+}
+MAX_SKINNY = 64
+LONG = 12288  # k from which a sum of few tiles is left to the mma variant, which splits it more often
+SHORT = 1024  # k up to which wgrad takes small tiles
+TALL, WIDE = 1024, 8192  # rows above which, and columns up to which, 128x128 stores 32 products' sums faster
 
 
 @dataclass(frozen=True)
@@ -216,7 +230,7 @@ def product(
     )
     grid = min(made.clusters(rec.num_sms), made.tiles(rows, cols)) * made.cluster
     args = (*maps, bias, rows, cols, depth, int(accumulate), choice.group, choice.by_columns, height)
-    weight = None if form == "wgrad" else b
+    weight = c if form == "wgrad" else b  # of wgrad nothing is read early, so any tensor will do
     rec.launch(made.kernel(form), grid, made.threads, *args, shared_bytes=made.shared_bytes(form), weights=weight)
 
 
@@ -241,13 +255,13 @@ def table() -> dict[str, Any]:
 @lru_cache(maxsize=None)
 def designs(form: str) -> tuple[Design, ...]:
     """What is compiled for a form."""
-    return tuple(design(label) for label in table()[form]["designs"])
+    return tuple(design(label) for label in dict.fromkeys((*table()[form]["designs"], *SKINNY[form])))
 
 
 @lru_cache(maxsize=None)
 def choose(form: str, rows: int, cols: int, depth: int, num_sms: int, split: bool = True) -> Choice:
-    """The table's tile for this product, on GPUs as wide as the one it was made on; else the cost model's. `split`:
-    K may be split."""
+    """The table's tile for this product, on GPUs as wide as the one it was made on; else the rule's for skinny ones and
+    the cost model's. `split`: K may be split."""
     entry = table()[form]
     if num_sms == table()["num_sms"]:
         key = f"{_listed_rows(form, rows)} {cols} {depth}"
@@ -255,12 +269,43 @@ def choose(form: str, rows: int, cols: int, depth: int, num_sms: int, split: boo
         if found is not None:
             label, group, by_columns = found
             return Choice(design(label), group, by_columns)
-    able = [made for made in designs(form) if made.can(depth) and (split or made.ck == 1)]
+    narrow = skinny(form, rows, cols, depth, num_sms)
+    if narrow is not None and (split or narrow.ck == 1):
+        return Choice(narrow, *DEFAULT_ORDER)
+    able = [made for made in map(design, entry["designs"]) if made.can(depth) and (split or made.ck == 1)]
     if is_few(form, rows):  # one row of tiles, as low as it is
         able = [made for made in able if made.bm == FEW_ROWS and made.group == 1]
     return Choice(
         min(able, key=lambda d: predict(d, form, rows, cols, depth, num_sms, model(form, rows))), *DEFAULT_ORDER
     )
+
+
+def skinny(form: str, rows: int, cols: int, depth: int, num_sms: int) -> Design | None:
+    """The design of a product with an extent of up to 64, where it is faster than the mma variant's: mostly from 33 on
+    (H200, six products of ranks 8 to 64). 64x64, where it fills the GPU once, 1.02 times as fast as 128x64k2."""
+    label = None
+    if form == "wgrad":
+        extent = min(rows, cols)
+        if MAX_SKINNY // 2 < extent <= MAX_SKINNY < max(rows, cols):
+            small = depth <= SHORT or design("64x64").tiles(rows, cols) > num_sms
+            label = "64x64" if small else "64x128c12" if rows < cols else "128x64c21"
+    elif form != "head" and rows > MAX_SKINNY:
+        if depth <= MAX_SKINNY < cols:
+            half = MAX_SKINNY // 2
+            label = "128x128" if depth > half or (depth == half and rows > TALL and cols <= WIDE) else None
+        elif cols <= MAX_SKINNY:
+            waves = (k for k in ("64x64k4", "64x64k2", "64x64") if _is_one_wave(design(k), rows, cols, num_sms))
+            label = next(waves, "128x64k2")
+            most_split = label == "64x64k4"
+            least = (8 if form == "dgrad" else 0) if most_split else MAX_SKINNY // 2  # columns to have more than
+            if cols <= least or (most_split and depth > LONG):
+                label = None
+    made = None if label is None else design(label)
+    return made if made is not None and made.can(depth) else None
+
+
+def _is_one_wave(made: Design, rows: int, cols: int, num_sms: int) -> bool:
+    return made.tiles(rows, cols) <= made.clusters(num_sms)
 
 
 def _listed_rows(form: str, rows: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,16 @@ from cupyllm.config import published
 from cupyllm.errors import InputError
 from cupyllm.ops import linear_mma
 from cupyllm.ops.linear_mma import (
+    EIGHTS,
     FLAT,
+    FLAT_EIGHT,
     FORMS,
     LARGE,
+    LONG_LOW,
+    LONG_NARROW,
     LOW,
     NARROW,
+    NARROW_EIGHT,
     SMALL,
     SQUARE,
     Tile,
@@ -32,6 +38,7 @@ from cupyllm.ops.linear_mma import (
     choose_slices,
     copy_bytes,
     designs,
+    overlaps,
     product,
     skinny,
 )
@@ -87,9 +94,13 @@ def test_slices_cover_k_once(steps: int) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=label)
 def test_every_chunk_of_a_stage_is_copied_once_and_found_again(tile: Tile, is_a: bool, mn: bool) -> None:
     """Operand::load's targets, and Operand::place's: what ldmatrix reads are the chunks it asks for, and the eight that
-    it reads at once lie in different banks."""
+    it reads at once lie in different banks. A tile of 8 gives the same for both halves of a fragment."""
     rows, warp = (tile.rows, tile.warp_rows) if is_a else (tile.cols, tile.warp_cols)
     step = tile.step
+    if tile.eight and rows == 16:
+        if not mn:
+            return  # no such kernel
+        rows = 8
     width = min(rows, 64) if mn else step
     chunks, lines, boxes = width // 8, step if mn else rows, rows // width if mn else 1
     turn, passes = 8 // chunks, tile.threads // chunks
@@ -101,16 +112,16 @@ def test_every_chunk_of_a_stage_is_copied_once_and_found_again(tile: Tile, is_a:
             assert slot not in chunk_of
             chunk_of[slot] = (box * width + chunk * 8, row + down) if mn else (row + down, chunk * 8)
     assert sorted(chunk_of) == list(range(rows * step // 8))
-    for first, i, k16 in itertools.product(range(0, rows, warp), range(warp // 16), range(step // 16)):
+    for first, i, k16 in itertools.product(range(0, rows, max(warp, 16)), range(warp // 16), range(step // 16)):
         slots = []
         for lane in range(32):
             by_row = is_a != mn
             r = lane % 16 if by_row else lane // 16 * 8 + lane % 8
             c = lane // 16 if by_row else lane // 8 % 2
             if mn:
-                chunk = first // 8 + c + i * 2
+                chunk = 0 if rows == 8 else first // 8 + c + i * 2
                 slot = (chunk // chunks * lines + k16 * 16 + r) * chunks + (chunk % chunks ^ r // turn % chunks)
-                assert chunk_of[slot] == (first + i * 16 + c * 8, k16 * 16 + r)
+                assert chunk_of[slot] == ((first + i * 16 + c * 8) % rows, k16 * 16 + r)
             else:
                 slot = (first + r) * chunks + ((c ^ r // turn % chunks) ^ k16 * 2) + i * 16 * chunks
                 assert chunk_of[slot] == (first + i * 16 + r, k16 * 16 + c * 8)
@@ -123,7 +134,7 @@ def test_launcher_and_kernel_agree_on_sizes(form: str, design: Choice) -> None:
     """The kernel's own macros, asserted while it compiles (to PTX: ptxas adds nothing to this)."""
     tile, copy = design
     spec = tile.kernel(form, copy)
-    claims = {"STAGES * STAGE_BYTES": tile.shared_bytes, "THREADS": tile.threads, "BK": tile.step}
+    claims = {"SHARED_BYTES": tile.shared_bytes, "THREADS": tile.threads, "BK": tile.step}
     text = flatten(spec.source) + "".join(f'static_assert({k} == {v}, "{k}");\n' for k, v in claims.items())
     options = ["-arch=compute_80", "-std=c++17", *(f"-D{macro}={value}" for macro, value in spec.defines)]
     ptx, _ = nvrtc.compile_text(text, spec.source, options, "ptx")
@@ -216,21 +227,49 @@ def test_every_projection_gets_a_design() -> None:
 def test_skinny_products_get_skinny_tiles() -> None:
     """LoRA's six, of every rank that 16-byte copies can load."""
     for r, t in itertools.product((8, 16, 24, 32, 40, 64), (1, 512, 8192)):
-        room = next(n for n in (16, 32, 64) if n >= r)
-        assert skinny("forward", t, r, 5120) == skinny("dgrad", t, r, 5120) == NARROW[room]
-        assert skinny("forward", t, 5120, r) == skinny("dgrad", t, 5120, r) == FLAT[room]
-        assert skinny("wgrad", r, 5120, t) == LOW[room]
-        assert skinny("wgrad", 5120, r, t) == NARROW[room]
-    assert skinny("forward", 512, 72, 5120) is skinny("head", 512, 16, 5120) is skinny("wgrad", 72, 5120, 16) is None
-    assert skinny("dgrad", 512, 5, 5120) is None, "rows of 10 bytes"
+        room, few = next(n for n in (16, 32, 64) if n >= r), r == 8
+        assert skinny("forward", t, r, 5120, 132) == NARROW[room]
+        assert skinny("dgrad", t, r, 5120, 132) == (NARROW_EIGHT if few else NARROW[room])
+        assert skinny("forward", t, 5120, r, 132) == (FLAT_EIGHT if few else FLAT[room])
+        assert skinny("dgrad", t, 5120, r, 132) == FLAT[room]
+        for hidden, long in ((5120, t > 4096), (25600, True)):
+            low, narrow = (LONG_LOW, LONG_NARROW) if long and room < 64 else (LOW, NARROW)
+            assert skinny("wgrad", r, hidden, t, 132) == replace(low[room], eight=few)
+            assert skinny("wgrad", hidden, r, t, 132) == replace(narrow[room], eight=few)
+    for form, rows, cols, depth in (("forward", 512, 72, 5120), ("head", 512, 16, 5120), ("wgrad", 72, 5120, 16)):
+        assert skinny(form, rows, cols, depth, 132) is None
+    assert skinny("dgrad", 512, 5, 5120, 132) is None, "rows of 10 bytes"
+
+
+def test_a_tile_of_eight_makes_no_more() -> None:
+    for tile, rows, cols in ((EIGHTS[0], 16, 64), (EIGHTS[1], 64, 16), (EIGHTS[2], 16, 64), (EIGHTS[3], 64, 16)):
+        with pytest.raises(AssertionError):
+            recorded("wgrad", rows, cols, 64, choice=(tile, 16))
+    with pytest.raises(AssertionError):
+        recorded("forward", 64, 64, 24, choice=(FLAT[16], 16))
+
+
+def test_a_launch_that_leaves_some_sms_two_ctas_waits_its_turn() -> None:
+    """wgrad's 200 tiles of 128 columns on 132 SMs with two places each; what fits once or comes in waves need not."""
+    for ctas, want in ((80, True), (132, True), (133, False), (200, False), (264, False), (265, True)):
+        assert overlaps(SMALL, ctas, 132) == want
+        assert overlaps(FLAT[16], ctas, 132)
+    rec = Recorder(90, num_sms=132)
+    for r, hidden in ((16, 5120), (16, 5120), (16, 25600), (16, 5120)):
+        a, b, c = (fixed(256 + (i << 30), s.shape, s.dtype) for i, s in enumerate(operands("wgrad", r, hidden, 2048)))
+        c = fixed((1 << 40) + (len(rec.launches) << 30), c.shape, c.dtype)
+        product(rec, "wgrad", a, b, c)
+    assert [launch.programmatic for launch in rec.launches] == [False, True, False, True]
 
 
 def test_few_tiles_are_split_along_k() -> None:
-    """Each SM has CTAS of them then, and no slice fewer than MIN_STEPS steps; a wave that is full stays whole."""
+    """Each SM has a CTA then, or two of a long sum, and no slice fewer than MIN_STEPS; a full wave stays whole."""
     for tile, rows, cols, depth, want in (
-        (SMALL, 128, 1024, 5120, 8),  # 32 tiles, 264 places
-        (SMALL, 128, 1024, 2048, 8),
-        (SMALL, 128, 1024, 1024, 4),  # 16 steps
+        (SMALL, 128, 1024, 5120, 4),  # 32 tiles
+        (SMALL, 128, 1024, 2048, 4),
+        (SMALL, 128, 1024, 1024, 2),  # 16 steps
+        (SMALL, 64, 5120, 8192, 3),  # 80 tiles
+        (SMALL, 64, 5120, 2048, 1),
         (SMALL, 128, 1024, 64, 1),
         (SMALL, 64, 64, 1 << 20, 64),
         (SMALL, 1024, 1024, 5120, 1),
@@ -327,7 +366,7 @@ def run(
     a_mn, b_mn, dtype = FORMS[form]
     rows, cols = a.shape[1 if a_mn else 0], b.shape[1 if b_mn else 0]
     guarded = opcheck.GuardedBackend(backend)
-    with Session(guarded) as session:  # type: ignore[arg-type]
+    with Session(guarded) as session:
         x, y = session.put(a), session.put(b)
         c = session.empty(Spec((rows, cols), dtype)) if start is None else session.put(start)
         z = None if bias is None else session.put(bias)
@@ -379,11 +418,15 @@ def around(form: str, design: Choice) -> Iterator[tuple[int, int, int]]:
         (2 * m + 5, 3, 5),
         (9, max(n - 9, 1), k + 16),
     ):
-        depth = depth if stages > 1 else min(depth, k)
+        rows, cols, depth = (min(pair) for pair in zip((rows, cols, depth), tile.most, strict=True))
         up = (-(-extent // unit) * unit for extent in (rows, cols, depth))
         aligned_rows, aligned_cols, aligned_depth = up
         across = a_mn and b_mn
         yield aligned_rows if a_mn else rows, aligned_cols if b_mn else cols, depth if across else aligned_depth
+
+
+def fits(tile: Tile, *shape: int) -> bool:
+    return all(extent <= most for extent, most in zip(shape, tile.most, strict=True))
 
 
 @pytest.mark.parametrize(("form", "design"), EVERY, ids=label)
@@ -407,9 +450,9 @@ def test_values(device: Backend, form: str, design: Choice) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_design_has_the_same_bits(device: Backend, form: str) -> None:
     """What lets the number of rows choose the tile."""
-    for depth in (8, 24, 64, 200):
-        a, b = drawn(form, 72, 136, depth)
-        able = [design for design in designs(form) if design[0].stages > 1 or depth <= design[0].step]
+    for rows, cols, depth in ((72, 136, 8), (72, 136, 24), (72, 136, 64), (72, 136, 200), (8, 136, 200), (72, 8, 200)):
+        a, b = drawn(form, rows, cols, depth)
+        able = [design for design in designs(form) if fits(design[0], rows, cols, depth)]
         first, *others = (run(device, form, a, b, choice=design) for design in able)
         judge(form, first, a, b)
         for design, got in zip(able[1:], others, strict=True):
@@ -452,18 +495,17 @@ def test_accumulates(device: Backend) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_nan_and_inf_stay_in_their_row_and_column(device: Backend, form: str) -> None:
     """Zeros that stand for what is outside a matrix must not meet an infinity that ends up in C."""
-    a, b = drawn(form, 72, 136, 24)
     a_mn, b_mn, _ = FORMS[form]
-    (a.T if a_mn else a)[71, 23] = np.inf
-    (a.T if a_mn else a)[0, 0] = np.nan
-    (b.T if b_mn else b)[135, 1] = np.nan
     for design in designs(form):
-        if design[0].stages == 1 and design[0].step < 24:
-            continue
+        rows, cols, depth = (min(pair) for pair in zip((72, 136, 24), design[0].most, strict=True))
+        a, b = drawn(form, rows, cols, depth)
+        (a.T if a_mn else a)[rows - 1, depth - 1] = np.inf
+        (a.T if a_mn else a)[0, 0] = np.nan
+        (b.T if b_mn else b)[cols - 1, 1] = np.nan
         slices = 3 if design[0].sliced else 1
         bad = ~np.isfinite(run(device, form, a, b, choice=design, slices=slices).astype(np.float64))
-        want = np.zeros((72, 136), bool)
-        want[[0, 71], :] = want[:, 135] = True
+        want = np.zeros((rows, cols), bool)
+        want[[0, rows - 1], :] = want[:, cols - 1] = True
         np.testing.assert_array_equal(bad, want, label(design))
 
 

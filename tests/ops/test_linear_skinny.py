@@ -7,7 +7,7 @@ import pytest
 from cupyllm.backend.base import Spec
 from cupyllm.backend.record import Recorder
 from cupyllm.config import published
-from cupyllm.ops import linear_skinny
+from cupyllm.ops import linear_skinny, linear_sm90
 from cupyllm.ops.linear_mma import FORMS
 from cupyllm.ops.op import Case
 from tests.ops import opcheck
@@ -24,11 +24,43 @@ def taken(n: int, m: int, k: int, capability: int = 90) -> list[str]:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_both_products_of_a_lora_pair_and_their_gradients(rank: int) -> None:
-    for size in ("0.6b", "8b", "32b"):
-        hidden = published(size).hidden_size
-        for tokens in (512, 2048, 8192):
-            assert taken(tokens, rank, hidden) == [SKINNY] * 3, "h = x A^T, d_x, dA"
-            assert taken(tokens, hidden, rank) == [SKINNY] * 3, "y = h B^T, d_h, dB"
+    """h = x A^T, d_x and dA, then y = h B^T, d_h and dB, as they were the faster ones on an H200."""
+    other, small = (WGMMA if rank > 32 else SKINNY), (SKINNY if rank == 8 else WGMMA)
+    for hidden in (2048, 4096, 5120):
+        for tokens, h, d_h in ((512, WGMMA, small), (2048, other, None), (8192, other, None)):
+            y = WGMMA if rank == 32 and tokens > 512 else other
+            assert taken(tokens, rank, hidden) == [h, y, other]
+            assert taken(tokens, hidden, rank) == [y, d_h or h, other]
+    assert taken(512, rank, 25600) == [SKINNY, other, other], "more slices than a cluster has CTAs"
+
+
+def test_what_wgmma_takes() -> None:
+    for form, rows, cols, depth, want in (
+        ("forward", 512, 64, 5120, "64x64k4"),
+        ("forward", 2048, 64, 5120, "64x64k2"),
+        ("dgrad", 8192, 64, 5120, "64x64"),
+        ("forward", 16384, 64, 5120, "128x64k2"),
+        ("forward", 2048, 32, 5120, None),
+        ("forward", 2048, 5120, 64, "128x128"),
+        ("forward", 2048, 5120, 32, "128x128"),
+        ("dgrad", 1024, 5120, 32, None),
+        ("dgrad", 2048, 25600, 32, None),
+        ("dgrad", 2048, 5120, 24, None),
+        ("wgrad", 64, 5120, 512, "64x64"),
+        ("wgrad", 64, 5120, 2048, "64x128c12"),
+        ("wgrad", 5120, 64, 2048, "128x64c21"),
+        ("wgrad", 5120, 25600, 2048, None),
+        ("wgrad", 64, 64, 2048, None),
+        ("forward", 40, 64, 5120, None),
+        ("head", 512, 64, 5120, None),
+        ("forward", 512, 64, 192, None),
+    ):
+        made = linear_sm90.skinny(form, rows, cols, depth, 132)
+        assert (made and str(made)) == want, (form, rows, cols, depth)
+        if made is not None:
+            assert made in linear_sm90.designs(form)
+            assert linear_sm90.choose(form, rows, cols, depth, 132).design == made
+            assert linear_sm90.choose(form, rows, cols, depth, 132, split=False).design.ck == 1
 
 
 def test_projections_stay_with_wgmma() -> None:

@@ -409,7 +409,8 @@ def test_k_is_split_where_the_rows_may_choose_only() -> None:
 
 
 def test_a_weight_is_read_early() -> None:
-    """Forward and dgrad are programmatic on what came before, unless it may have written the weight."""
+    """Forward and dgrad are programmatic on what came before, unless it may have written the weight; wgrad, which reads
+    nothing early, unless it names C."""
     for form in LAYER_FORMS:
         rec = Recorder(90)
         a, b, c = (fixed(i << 30, spec.shape, spec.dtype) for i, spec in enumerate(operands(form, 64, 128, 256), 1))
@@ -417,7 +418,7 @@ def test_a_weight_is_read_early() -> None:
         product(rec, form, a, b, c)
         product(rec, form, a, fixed(1 << 41, b.shape, b.dtype), d)
         product(rec, form, a, fixed(1 << 41, b.shape, b.dtype), c)
-        assert [launch.programmatic for launch in rec.launches] == [False, form != "wgrad", False]
+        assert [launch.programmatic for launch in rec.launches] == [False, True, False]
 
 
 def test_the_table_has_designs_that_are_compiled() -> None:
@@ -433,7 +434,7 @@ def test_the_table_has_designs_that_are_compiled() -> None:
             listed = table[form]["split"].get(key, table[form]["products"].get(key))
             for split, entry in ((True, listed), (False, table[form]["products"].get(key))):
                 if entry is not None:
-                    found = choose(form, *shape, table["num_sms"], split)  # type: ignore[call-arg]
+                    found = choose(form, *shape, table["num_sms"], split)
                     assert found == Choice(design(entry[0]), *entry[1:])
     assert linear_sm90.TABLE.read_text(encoding="utf-8") == tune_linear.render(table)
 
@@ -613,7 +614,7 @@ def run(
     a_mn, b_mn, dtype = FORMS[form]
     rows, cols = a.shape[1 if a_mn else 0], b.shape[1 if b_mn else 0]
     guarded = opcheck.GuardedBackend(backend)
-    with Session(guarded) as session:  # type: ignore[arg-type]
+    with Session(guarded) as session:
         x, y = session.put(a), session.put(b)
         c = session.empty(Spec((rows, cols), dtype)) if start is None else session.put(start)
         z: Tensor | None = None if bias is None else session.put(bias)
