@@ -13,12 +13,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cupyllm import ops
 from cupyllm.backend import compile as kernels
 from cupyllm.backend import nvrtc
 from cupyllm.backend.sim import SimBackend, SimProgram
 from cupyllm.sim.module import SimModule, load_module
 from cupyllm.sim.report import SimError
+from tests.backend.every_kernel import every_kernel
 from tests.sim.mutations.scan import Place, scan
 from tests.sim.mutations.traces import AMPERE, Recorded, Replayer, Trace
 
@@ -58,10 +58,9 @@ class Judged:
 
 
 def _simulated() -> list[Path]:
-    """Our kernel files, but those whose variants all need more than the simulated device."""
-    variants = [variant for name in ops.GRAPH_OPS for variant in ops.get(name).variants]
-    newer = {variant.source for variant in variants} - {variant.source for variant in variants if variant.simulated}
-    return [path for path in sorted(kernels.CU.glob("*.cu")) if path.name not in newer]
+    """Our kernel files that the simulated device is given kernels of."""
+    asked = {spec.source for spec in every_kernel(SimBackend.capability)}
+    return [path for path in sorted(kernels.CU.glob("*.cu")) if path.name in asked]
 
 
 def sources() -> dict[str, str]:
