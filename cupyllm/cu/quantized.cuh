@@ -1,6 +1,7 @@
 // Quantised weights in registers: from the device layout (cupyllm/quant/layout.py) to bf16 pairs, and their scales.
 //
-// FORMAT: INT8 (0), INT4 (1), NF4 (2: absmax float), NF4_DOUBLE (3: absmax 8-bit, its map, offset and absmax2 in `nested`).
+// FORMAT: INT8 (0), INT4 (1), NF4 (2: absmax float), NF4_DOUBLE (3: absmax 8-bit; its map, offset and absmax2 in
+// `nested`).
 // A tile is 16 rows by DEPTH k in 512 bytes, 16 a lane: the A fragments of mma m16n8k16 (a warp's part of wgmma's A).
 // Values are exact in bf16 but for nf4's levels: those are NF4_UNIT times a bf16 number (below).
 #pragma once
@@ -57,7 +58,8 @@ DEVICE i64 scale_at(i64 m, i64 group, i64 groups) { return (m / ROWS * groups + 
 DEVICE float nested_absmax(float mapped, float absmax2, float offset) { return mapped * absmax2 + offset; }
 
 // weight[m,k] in float32. K a multiple of GROUP but in int8.
-DEVICE float weight_at(const unsigned char* codes, const void* scales, const float* nested, i64 m, i64 k, i64 M, i64 K) {
+DEVICE float weight_at(const unsigned char* codes, const void* scales, const float* nested, i64 m, i64 k, i64 M,
+                       i64 K) {
   int code = code_at(codes, m, k, tiles_of(K));
   if (FORMAT == INT8) return (float)code * ((const float*)scales)[m];
   i64 groups = K / GROUP, at = scale_at(m, k / GROUP, groups);
@@ -67,7 +69,10 @@ DEVICE float weight_at(const unsigned char* codes, const void* scales, const flo
   }
   float absmax;
   if (FORMAT == NF4) absmax = ((const float*)scales)[at];
-  else absmax = nested_absmax(nested[((const unsigned char*)scales)[at]], nested[ABSMAX2 + (m * groups + k / GROUP) / OUTER], nested[OFFSET]);
+  else {
+    float mapped = nested[((const unsigned char*)scales)[at]];
+    absmax = nested_absmax(mapped, nested[ABSMAX2 + (m * groups + k / GROUP) / OUTER], nested[OFFSET]);
+  }
   return NF4_LEVELS[code] * absmax;
 }
 
@@ -81,24 +86,30 @@ DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 }
 #define ONE_PAIR 0x3f803f80u
 
+DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {  // a & mask | bits in one instruction, which is not what compilers make
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
+
 // Two words (a step of 16 k) -> the step's A fragment.
 DEVICE void decode_int8(u32 first, u32 second, u32 (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     u32 h = (i < 2 ? first : second) >> i % 2 * 8;
-    a[i] = fma_bf16x2((h & 0x007f007fu) | 0x43004300u, ONE_PAIR, (h & 0x00800080u) | 0xc300c300u);
+    a[i] = fma_bf16x2(and_or(h, 0x007f007fu, 0x43004300u), ONE_PAIR, and_or(h, 0x00800080u, 0xc300c300u));
   }
 }
 
 // What int4's zero point subtracts: the pair -(128 + zero).
 DEVICE u32 int4_minus(u32 zero) { return 0xc300c300u + zero * 0x10001u; }
 
-// One word -> the A fragment of n - zero. `low` and `high`: int4_minus of rows g and g + 8.
-DEVICE void decode_int4(u32 word, u32 low, u32 high, u32 (&a)[4]) {
+// One word -> the A fragment of 16 + n. Less 16 + zero, which a product of few rows takes off its sum.
+DEVICE void decode_int4(u32 word, u32 (&a)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    a[i] = fma_bf16x2((word >> i * 4 & 0x000f000fu) | 0x43004300u, ONE_PAIR, i % 2 ? high : low);
+  for (int i = 0; i < 4; i++) a[i] = and_or(i == 0 ? word << 3 : word >> (i * 4 - 3), 0x00780078u, 0x41804180u);
 }
+DEVICE float int4_minus_sixteen(u32 zero) { return __uint_as_float(0xc1800000u + zero * 0x80000u); }  // -(16 + zero)
 
 // nf4's pairs by byte, [256][32] words of shared memory: every lane has its own column, so no lookups conflict. A table
 // of 16 levels by prmt was rejected: 10 integer operations for 4 weights, and Hopper has 64 lanes of them a clock.
@@ -108,12 +119,10 @@ DEVICE void fill_nf4_table(u32* table, int thread, int threads) {
     table[i] = (u32)NF4_BF16[i / 32 & 15] | (u32)NF4_BF16[i / 512] << 16;
 }
 
-// One word -> the A fragment. `column`: this lane's byte address in the table (table + 4 lane).
-DEVICE void decode_nf4(u32 word, u32 column, u32 (&a)[4]) {
+// One word -> the A fragment. `column`: 4 lane, this lane's in the table.
+DEVICE void decode_nf4(u32 word, const unsigned char* table, u32 column, u32 (&a)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    u32 row = (i == 0 ? word << 7 : word >> (i * 8 - 7)) & 0x7f80u;
-    asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(column + row));
-  }
+  for (int i = 0; i < 4; i++)
+    a[i] = *(const u32*)(table + and_or(i == 0 ? word << 7 : word >> (i * 8 - 7), 0x7f80u, column));
 }
 #endif

@@ -18,6 +18,9 @@
 //   nor on the tile. Deterministic; no atomics.
 // Aliasing: C must not overlap A or B. Capability: 8.0.
 #define SCALED (FORMAT != INT8 || B_MN)  // weights are scaled before the product
+#define SPLIT 0
+#define LEVEL_PITCH 128
+#define IN_ORDER 0
 #include "quantized_pairs.cuh"
 
 #define BK 64

@@ -5,36 +5,46 @@
 //   dgrad    C = d_x  A = d_y  B_MN 1  B = weight [K,N]  k runs over the weight's rows
 // Macros: FORMAT as in quantized.cuh, B_MN C_T, the tile BM BN, the cluster CN (CTAs side by side,
 //   which share A), A_STAGES, B_STAGES, EPILOGUE_BOXES.
-// Method: linear_sm90.cu's persistent CTA with two rings. The producing warpgroup fills A_STAGES tiles of BM x 64 by
-//   TMA, reads codes into registers a step ahead, makes bf16 of them and fills B_STAGES tiles of BN x 64 by stmatrix:
-//   the codes lie in memory as mma's A fragments (quant/layout.py), which are four of its 8 x 8 matrices. Two
+// Method: linear_sm90.cu's persistent CTA with two rings. The first consumer thread fills A_STAGES tiles of BM x 64 by
+//   TMA, two steps ahead. Two making warpgroups fill B_STAGES tiles of BN x 64, in turn, since one alone took 1.5 times
+//   as long for a step as wgmma: they read codes into registers a step of theirs ahead, make bf16 of them and store by
+//   stmatrix. Codes lie in memory as mma's A fragments (quant/layout.py), which are four of its 8 x 8 matrices. Two
 //   warpgroups multiply by wgmma and write C with TMA. The weight never exists as bf16 in device memory.
+// Measured: of linear_sm90's speed with a bf16 weight (760 TFLOP/s), M = 4096, weights 51200 x 5120 / 5120 x 25600, in
+//   256 x 128 without a cluster: forward int8 0.90 / 0.91, int4 0.93 / 0.92, nf4 0.74 / 0.74; dgrad int4 0.92 / 0.93,
+//   nf4 0.71 / 0.72. dgrad int8: 0.88 / 0.88 split with CN 2, 0.86 / 0.85 unsplit with CN 1; split with CN 1, as it is
+//   launched, is unmeasured. With CN 2, forward int8 0.89 / 0.90, int4 0.90 / 0.89, nf4 0.73 / 0.73. H200, 2026-11-30.
+// Limit of nf4: a lookup a weight. Schedulers issue in 34 % of cycles, the shared memory's pipe is 69 % busy; between
+//   two instructions a warp stalls 5.3 cycles on the long scoreboard (consumers that wait for makers), 1.9 on fixed
+//   latencies, 1.1 on dispatch.
 // Rejected: dequantising in the consumers' registers (wgmma's A): they cannot multiply and convert at once, and C
-//   leaves transposed. A warpgroup for TMA alone: 512 threads have 128 registers each, too few for the sums. nf4 by a
-//   table of 256 pairs: six-way bank conflicts; by byte permutes: 14 instructions a pair.
+//   leaves transposed. A warpgroup for TMA alone, or a third that makes: it would take registers from the others. Each
+//   making warpgroup a half of every stage: slower than in turn. 128 x 256: no registers for n256's sums, and twice the
+//   weights to make. int4 by one fp32 rounding: 0.85 where split has 0.90 (CN 2). nf4 by a table of pairs: six-way bank
+//   conflicts, or 32 KB of copies, which cost stages; by byte permutes: 14 instructions a pair; with levels looked up a
+//   word ahead alone: 0.71, no faster than without (CN 2; with 256 bytes a level alone 0.72, with both 0.73).
 // Tile: 256 x 128 wants 8192 weights dequantised per 1024 cycles of wgmma; 128 x 256 twice as many.
-// Numerics: a weight is what the format's reference makes of it, rounded once to bf16 (quantized_pairs.cuh). int8's
-//   forward: q is exact in bf16, and the row's scale multiplies the sum in fp32. Products, sums and C as in
-//   linear_sm90.cu, in the same order, so, but for int8's forward, the bits are those of its product with the
-//   dequantised weight. Deterministic; a row has the same bits in every batch.
-// Launch: block 384; grid a multiple of CN, at best one CTA an SM; dynamic shared bytes
+// Numerics: a weight is what the format's reference makes of it, rounded once to bf16, int4's and dgrad's int8 with a
+//   relative error d before it, 2^-16 and 2^-15 at most (SPLIT in quantized_pairs.cuh). int8's forward: q is exact in
+//   bf16, and the row's scale multiplies the sum in fp32. Products, sums and C as in linear_sm90.cu, in the same order:
+//   nf4 has the bits of its product with the dequantised weight, and so has int4 where d is 0. Deterministic; a row has
+//   the same bits in every batch.
+// Launch: block 512; grid a multiple of CN, at best one CTA an SM; dynamic shared bytes
 //   A_STAGES * A_BYTES + B_STAGES * B_BYTES + 2 * EPILOGUE_BOXES * BOX_BYTES + TABLE_BYTES.
 // Needs: addresses and row pitches of A and C that are multiples of 16 bytes; any extents beside that, from 1.
 // Aliasing: C must not overlap A or B. Capability: 9.0 only (sm_90a).
 #define SCALED (FORMAT != INT8 || B_MN)  // weights are scaled before the product
+#define SPLIT (FORMAT == INT8 || FORMAT == INT4)
+#define LEVEL_PITCH 256
+#define IN_ORDER 1
 #include "quantized_pairs.cuh"
 
 #define BK 64
 #define A_MN 0
 #define CM 1
 #define CONSUMERS 2
-#define MAKERS 2                  // warpgroups that dequantise
-#ifndef TURNS
-#define TURNS 1                   // whether they make stages in turn, or all of them a part of each
-#endif
+#define MAKERS 2                  // warpgroups that dequantise, in turn
 #define THREADS ((CONSUMERS + MAKERS) * 128)
-#define STRIDE (TURNS ? MAKERS : 1)              // steps from one of a maker's to its next
-#define STAGE_WARPS (TURNS ? 4 : MAKERS * 4)     // that make a stage
 #define MI (BM / CONSUMERS / 64)  // blocks of 64 rows of a warpgroup
 #define REGS (BN / 2)             // sums that a thread holds of 64 rows
 #define A_BYTES (BM * BK * 2)
@@ -42,22 +52,21 @@
 #define BOX_COLS (sizeof(C_T) == 4 ? 32 : 64)
 #define BOX_PITCH (BOX_COLS * (int)sizeof(C_T))
 #define BOX_BYTES (64 * BOX_PITCH)
-#define TABLE_BYTES (IS_NF4 ? LEVELS_BYTES + 2048 : 0)  // of nf4: levels at a multiple of 2048, the map of absmax
-#define BLOCKS (BN / 16 / STAGE_WARPS)          // of 16 rows by 64 k of codes, that a warp makes of a stage
+#define TABLE_BYTES (IS_NF4 ? 2 * LEVELS_BYTES : 0)  // of nf4: levels at a multiple of 4096, the map of absmax
+#define BLOCKS (BN / 16 / 4)          // of 16 rows by 64 k of codes, that a warp makes of a stage
 #define LOADS (FORMAT == INT8 ? 2 : 1)          // of 16 bytes a lane and block
+#define SCALE_BYTES (FORMAT == NF4_DOUBLE ? 1 : 4)
 
 // setmaxnreg: multiples of 8, of 512 in all for the four warpgroups.
-#ifndef CONSUMER_REGISTERS
 #define CONSUMER_REGISTERS 168
-#endif
-#define PRODUCER_REGISTERS (256 - CONSUMER_REGISTERS)
-#define LEAD (A_STAGES - B_STAGES)  // steps that A's loads are ahead of B's making
+#define MAKER_REGISTERS 88
 
 #include "sm90.cuh"
 
-static_assert(BM % (CONSUMERS * 64) == 0 && LEAD >= 0, "a warpgroup makes 64 or 128 rows");
+static_assert(BM % (CONSUMERS * 64) == 0, "a warpgroup makes 64 or 128 rows");
 static_assert(BLOCKS <= 2 || BLOCKS == 4, "a warp's blocks are neighbours in both forms");
-static_assert(BN % (16 * STAGE_WARPS) == 0 && A_STAGES >= STRIDE && B_STAGES >= STRIDE, "whole blocks of codes, as many for each warp");
+static_assert(BN % 64 == 0, "whole blocks of codes, as many for each warp");
+static_assert(A_STAGES > 2 && B_STAGES >= MAKERS, "a maker moves on by less than a ring");
 static_assert(EPILOGUE_BOXES >= 2, "one is written while another is read");
 
 // Two neighbours ON floats behind p, if `inside`: both are or none is, since C's rows are whole chunks. The loads
@@ -78,14 +87,18 @@ template <int I, int COUNT> DEVICE void scale_columns(float* sums, const float* 
   }
 }
 struct alignas(16) Words { u32 v[4]; };
+DEVICE void store_matrices(u32 row, const u32 (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3]) : "memory");
+}
 DEVICE void move(u32& to, u32 from) { asm volatile("mov.b32 %0, %1;" : "=r"(to) : "r"(from)); }
 
-// What the dequantising warps read. The weight has MB blocks of 16 rows and KB of 64 k.
-struct Codes {
-  const unsigned char* codes;
-  const void* scales;
-  const float* nested;  // NF4_DOUBLE, with `count` absmax2
-  int rows, MB, KB, count;
+// Where a lane of the making warps reads: a block of 16 rows and 64 k, of MB by KB of them; the blocks of a step follow
+// one another downwards.
+struct Place {
+  const unsigned char *codes, *scales;
+  int mb, outer;     // NF4_DOUBLE: the group's number, of its absmax2
+  bool inside;       // dgrad: kb < KB
 };
 
 // One block's codes and scales of a lane, which holds rows lane / 4 and lane / 4 + 8.
@@ -107,35 +120,29 @@ struct Block {
     }
   }
 
-  // The block of (mb, kb), the `block`-th = mb KB + kb; zeros if it is not `inside`.
-  DEVICE void load(const Codes& from, int mb, int kb, int block, bool inside) {
-    int lane = threadIdx.x % 32;
-    const Words* at = (const Words*)(from.codes + (i64)block * (LOADS * 512)) + lane;
+  // The i-th block of a place; zeros if it is not inside. `nested`: absmax2, `count` of them.
+  DEVICE void load(const Place& at, int i, int rows, int MB, int KB, const float* nested, int count) {
+    bool inside = at.inside && at.mb + i < MB;
+    const unsigned char* codes = at.codes + (i64)(i * LOADS * 512) * KB;
+    const unsigned char* from = at.scales + (FORMAT == INT8 ? i * 64 : FORMAT == INT4 ? (i64)(i * 64) * (KB >> 1)
+                                                                                    : (i64)(i * 16 * SCALE_BYTES) * KB);
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      words[i] = Words{{0, 0, 0, 0}};
+    for (int l = 0; l < LOADS; l++) {
+      words[l] = Words{{0, 0, 0, 0}};
       if (inside)
         asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[i].v[0]), "=r"(words[i].v[1]), "=r"(words[i].v[2]), "=r"(words[i].v[3])
-                     : "l"(at + i * 32));
+                     : "=r"(words[l].v[0]), "=r"(words[l].v[1]), "=r"(words[l].v[2]), "=r"(words[l].v[3])
+                     : "l"(codes + l * 512));
     }
 #pragma unroll
     for (int h = 0; h < (SCALED ? 2 : 0); h++) {
-      int row = lane / 4 + h * 8;
       scale[h] = 0;
       outer[h] = 0.0f;
-      if (!inside) continue;
-      if (FORMAT == INT8) {
-        int m = mb * 16 + row;
-        if (m < from.rows) scale[h] = __ldg((const u32*)from.scales + m);
-      } else if (FORMAT == INT4) {
-        scale[h] = __ldg((const u32*)from.scales + (i64)(mb * (from.KB >> 1) + (kb >> 1)) * 16 + row);
-      } else if (FORMAT == NF4) {
-        scale[h] = __ldg((const u32*)from.scales + (i64)block * 16 + row);
-      } else {
-        scale[h] = __ldg((const unsigned char*)from.scales + (i64)block * 16 + row);
-        int i = ((mb * 16 + row) * from.KB + kb) >> 8;
-        outer[h] = __ldg(from.nested + ABSMAX2 + (i < from.count ? i : from.count - 1));
+      if (!inside || (FORMAT == INT8 && (at.mb + i) * 16 + (int)threadIdx.x % 32 / 4 + h * 8 >= rows)) continue;
+      if (FORMAT != NF4_DOUBLE) scale[h] = __ldg((const u32*)from + h * 8);
+      else {
+        scale[h] = __ldg(from + h * 8);
+        outer[h] = __ldg(nested + min((at.outer + (i * 16 + h * 8) * KB) >> 8, count - 1));
       }
     }
   }
@@ -153,7 +160,7 @@ KERNEL(quantized_sm90)(const __grid_constant__ TensorMap a_map, const __grid_con
   __shared__ __align__(8) u64 barriers[2 * A_STAGES + 2 * B_STAGES];
   const u32 a_tiles = shared_address(shared), b_tiles = a_tiles + A_STAGES * A_BYTES;
   const u32 out = b_tiles + B_STAGES * B_BYTES;
-  const u32 table = (out + CONSUMERS * EPILOGUE_BOXES * BOX_BYTES + 2047) & ~2047u;
+  const u32 table = (out + CONSUMERS * EPILOGUE_BOXES * BOX_BYTES + LEVELS_BYTES - 1) & ~(u32)(LEVELS_BYTES - 1);
   const u32 a_full = shared_address(barriers), a_empty = a_full + A_STAGES * 8;
   const u32 b_full = a_empty + A_STAGES * 8, b_empty = b_full + B_STAGES * 8;
   int warp = __shfl_sync(FULL_MASK, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -167,7 +174,7 @@ KERNEL(quantized_sm90)(const __grid_constant__ TensorMap a_map, const __grid_con
       barrier_init(a_empty + s * 8, CONSUMERS * 4 * CN);
     }
     for (int s = 0; s < B_STAGES; s++) {
-      barrier_init(b_full + s * 8, STAGE_WARPS);
+      barrier_init(b_full + s * 8, 4);
       barrier_init(b_empty + s * 8, CONSUMERS * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -184,121 +191,92 @@ KERNEL(quantized_sm90)(const __grid_constant__ TensorMap a_map, const __grid_con
   int tiles = order.tiles(), clusters = gridDim.x / CN, k_blocks = (int)((K + BK - 1) / BK);
   int first_tile = blockIdx.x / CN;
 
-  if (warp >= CONSUMERS * 4) {  // the producers
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    const Codes from = {codes, scales, nested, (int)rows, (int)MB, (int)KB, (int)count};
-    const int maker = warp - CONSUMERS * 4, turn = TURNS ? maker / 4 : 0;
-    const int first_block = maker % STAGE_WARPS * BLOCKS;  // of the stage: 2048 bytes each
+  if (warp >= CONSUMERS * 4) {  // the makers
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MAKER_REGISTERS));
+    const int turn = warp / 4 - CONSUMERS, first_block = warp % 4 * BLOCKS;  // of the stage: 2048 bytes each
     const u32 row = b_tiles + first_block * 2048 + lane % 16 * 128;  // stmatrix: this lane's row of a block, its chunk
     const int chunk = lane / 16, swizzle = lane & 7;
-    const bool loads_a = maker % STAGE_WARPS == 0 && lane == 0;
     const float offset = FORMAT == NF4_DOUBLE ? nested[OFFSET] : 0.0f;
-
+    const int num_rows = (int)rows, num_mb = (int)MB, num_kb = (int)KB;
     const int steps = first_tile < tiles ? (tiles - first_tile + clusters - 1) / clusters * k_blocks : 0;
-
-    // A's next tile. Its stage was read together with the one of B that `make` waits for, LEAD steps behind.
-    int a_step = (turn + LEAD) % STRIDE, a_stage = a_step, a_k = a_step, a_tile = first_tile, a_row = -1;
-    u32 a_phase = 0;
-    auto wait_a = [&]() { barrier_wait(a_empty + a_stage * 8, a_phase ^ 1); };
-    auto next_a = [&]() {
-      a_step += STRIDE;
-      a_k += STRIDE;
-      a_stage += STRIDE;
-      if (a_stage >= A_STAGES) {
-        a_stage -= A_STAGES;
-        a_phase ^= 1;
-      }
-    };
-    auto load_a = [&]() {
-      if (a_step >= steps) return;
-      while (a_k >= k_blocks) {
-        a_k -= k_blocks;
-        a_tile += clusters;
-        a_row = -1;
-      }
-      if (a_row < 0) {
-        int m, n;
-        order.place(a_tile, m, n);
-        a_row = m * BM;
-      }
-      wait_a();
-      u32 bar = a_full + a_stage * 8;
-      barrier_expect(bar, A_BYTES);
-      load_tile<0, BM, CN>(a_tiles + a_stage * A_BYTES, &a_map, bar, a_row, a_k * BK, rank, (1 << CN) - 1);
-      next_a();
-    };
 
     // The step whose codes are loaded next, one ahead of the one that is made. Two ahead gain nothing: ptxas gives all
     // of these loads one scoreboard, so that a step would wait for those of the next one, too.
     int tile = first_tile, k = turn, step = turn;
-    int mb = 0, kb = -1, block = 0;  // of the first block of this warp; the next ones lie below it
+    bool placed = false;
+    Place at = {codes, (const unsigned char*)scales, 0, 0, true};
     auto load_b = [&](Block (&blocks)[BLOCKS]) {
       if (step >= steps) return;
       while (k >= k_blocks) {
         k -= k_blocks;
         tile += clusters;
-        kb = -1;
+        placed = false;
       }
-      if (kb < 0) {
+      if (!placed) {
         int m, n;
         order.place(tile, m, n);
         int col = (n * CN + rank) * BN;
-        mb = B_MN ? k * 4 + first_block % 4 : col / 16 + first_block;
-        kb = B_MN ? col / 64 + first_block / 4 : k;
-        block = mb * from.KB + kb;
+        int mb = B_MN ? k * 4 + first_block % 4 : col / 16 + first_block;
+        int kb = B_MN ? col / 64 + first_block / 4 : k, row = lane / 4;
+        i64 block = (i64)mb * num_kb + kb;
+        at.codes = codes + block * (LOADS * 512) + lane * 16;
+        at.scales = (const unsigned char*)scales +
+                    (FORMAT == INT8 ? mb * 64 : FORMAT == INT4 ? ((i64)mb * (num_kb >> 1) + (kb >> 1)) * 64
+                                                               : block * (16 * SCALE_BYTES)) + row * SCALE_BYTES;
+        at.mb = mb;
+        at.outer = (mb * 16 + row) * num_kb + kb;
+        at.inside = !B_MN || kb < num_kb;
+        placed = true;
       }
 #pragma unroll
       for (int i = 0; i < BLOCKS; i++)
-        blocks[i].load(from, mb + i, kb, block + i * from.KB, mb + i < from.MB && (!B_MN || kb < from.KB));
-      if (B_MN) mb += 4 * STRIDE;
-      else kb += STRIDE;
-      block += B_MN ? 4 * STRIDE * from.KB : STRIDE;
-      k += STRIDE;
-      step += STRIDE;
+        blocks[i].load(at, i, num_rows, num_mb, num_kb, nested + ABSMAX2, (int)count);
+      const int down = 4 * MAKERS;  // blocks from one step of this warpgroup's to its next
+      at.codes += B_MN ? (i64)(down * LOADS * 512) * num_kb : MAKERS * LOADS * 512;
+      at.scales += FORMAT == INT8 ? down * 64
+                   : FORMAT == INT4 ? (B_MN ? (i64)(down * 64) * (num_kb >> 1) : MAKERS / 2 * 64)
+                                    : (B_MN ? (i64)(down * 16 * SCALE_BYTES) * num_kb : MAKERS * 16 * SCALE_BYTES);
+      if (B_MN) at.mb += down;
+      at.outer += B_MN ? down * 16 * num_kb : MAKERS;
+      k += MAKERS;
+      step += MAKERS;
     };
     int stage = turn;
     u32 phase = 0;
     auto make = [&](const Block (&blocks)[BLOCKS]) {
-      if (loads_a) load_a();
-      __syncwarp();
       u32 to = row + stage * B_BYTES;
+      Scales scale[BLOCKS];
 #pragma unroll
-#ifdef LAB_NONE
-      for (int i = 0; i < 0; i++) {
-#else
-      for (int i = 0; i < BLOCKS; i++) {
-#endif
-        const Block& block = blocks[i];
-        Scales scale;
-        if (SCALED)
+      for (int i = 0; i < BLOCKS; i++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) scale.set(h, block.scale[h], block.outer[h], table, offset);
+        for (int h = 0; h < (SCALED ? 2 : 0); h++)
+          scale[i].set(h, blocks[i].scale[h], blocks[i].outer[h], table, offset);
+      if (IS_NF4) {  // a word's levels are looked up before those of the word before it are stored
+        float found[2][8];
+        lookup(blocks[0].words[0].v[0], table + lane * 4, found[0]);
 #pragma unroll
-        for (int first = 0; first < 4; first += 2) {
-          u32 pair[2][4];  // both before the first store: no load of the table passes a store
+        for (int s = 0; s < 4 * BLOCKS; s++) {
+          if (s + 1 < 4 * BLOCKS)
+            lookup(blocks[(s + 1) / 4].words[0].v[(s + 1) % 4], table + lane * 4, found[(s + 1) % 2]);
+          u32 pair[4];
+          scale_levels(found[s % 2], scale[s / 4], pair);
+          store_matrices(to + s / 4 * 2048 + ((s % 4 * 2 + chunk ^ swizzle) << 4), pair);
+        }
+      } else {
 #pragma unroll
-          for (int j = 0; j < 2; j++) {
-            int s = first + j;
-#ifdef LAB_RAW
-            for (int e = 0; e < 4; e++) pair[j][e] = block.words[s % LOADS].v[e] & 0x3fff3fffu;
-            continue;
-#endif
-            if (FORMAT == INT8)
-              dequantise(block.words[s / 2 % LOADS].v[s % 2 * 2], block.words[s / 2 % LOADS].v[s % 2 * 2 + 1], scale,
-                         table + lane * 4, pair[j]);
-            else dequantise(block.words[0].v[s], 0, scale, table + lane * 4, pair[j]);
-          }
-#pragma unroll
-          for (int s = 0; s < 2; s++)
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                             to + i * 2048 + (((first + s) * 2 + chunk ^ swizzle) << 4)),
-                         "r"(pair[s][0]), "r"(pair[s][1]), "r"(pair[s][2]), "r"(pair[s][3]) : "memory");
+        for (int s = 0; s < 4 * BLOCKS; s++) {
+          const Words* words = blocks[s / 4].words;
+          u32 pair[4];
+          if (FORMAT == INT8)
+            dequantise(words[s / 2 % LOADS].v[s % 2 * 2], words[s / 2 % LOADS].v[s % 2 * 2 + 1], scale[s / 4], 0, pair);
+          else dequantise(words[0].v[s % 4], 0, scale[s / 4], 0, pair);
+          store_matrices(to + s / 4 * 2048 + ((s % 4 * 2 + chunk ^ swizzle) << 4), pair);
         }
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
       barrier_release<1>(b_full + stage * 8, lane);
-      stage += STRIDE;
+      stage += MAKERS;
       if (stage >= B_STAGES) {
         stage -= B_STAGES;
         phase ^= 1;
@@ -306,27 +284,51 @@ KERNEL(quantized_sm90)(const __grid_constant__ TensorMap a_map, const __grid_con
     };
 
     Block now[BLOCKS], next[BLOCKS];
-    if (loads_a)
-      for (int i = 0; i < (turn + LEAD) / STRIDE; i++) load_a();
-    __syncwarp();
     load_b(next);
 #pragma unroll 1
-    for (int i = turn; i < steps; i += STRIDE) {
+    for (int i = turn; i < steps; i += MAKERS) {
       barrier_wait(b_empty + stage * 8, phase ^ 1);
 #pragma unroll
       for (int i = 0; i < BLOCKS; i++) now[i].take(next[i]);
       load_b(next);
       make(now);
     }
-    // A CTA leaves once its peers have released its stages: nobody reaches into its shared memory any more.
-    if (CN > 1 && loads_a)
-      for (; a_step < steps + A_STAGES; next_a()) wait_a();
-    __syncwarp();
   } else {  // the consumers
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     int wg = warp / 4, tid = threadIdx.x % 128, a_stage = 0, b_stage = 0;
     u32 a_phase = 0, b_phase = 0;
     const u64 a_first = descriptor(a_tiles + wg * MI * 8192, 0), b_first = descriptor(b_tiles, B_MN);
+
+    // A's next tile, which the first thread loads: into the stage that was read two steps before, so that nobody waits.
+    int next_tile = first_tile, next_k = 0, next_row = 0, next_stage = 0;
+    u32 next_phase = 0;
+    auto next_a = [&]() {
+      if (++next_stage == A_STAGES) {
+        next_stage = 0;
+        next_phase ^= 1;
+      }
+    };
+    auto load_a = [&]() {
+      if (next_tile >= tiles) return;
+      if (next_k == 0) {
+        int m, n;
+        order.place(next_tile, m, n);
+        next_row = m * BM;
+      }
+      barrier_wait(a_empty + next_stage * 8, next_phase ^ 1);
+      u32 bar = a_full + next_stage * 8;
+      barrier_expect(bar, A_BYTES);
+      load_tile<0, BM, CN>(a_tiles + next_stage * A_BYTES, &a_map, bar, next_row, next_k * BK, rank, (1 << CN) - 1);
+      next_a();
+      if (++next_k == k_blocks) {
+        next_k = 0;
+        next_tile += clusters;
+      }
+    };
+    if (threadIdx.x == 0)
+      for (int s = 0; s < A_STAGES - 2; s++) load_a();
+    __syncwarp();
+
     Writer writer = {&c_map, out + wg * EPILOGUE_BOXES * BOX_BYTES, 0, wg, tid, false};
     float sums[MI][REGS];
 #pragma unroll
@@ -356,6 +358,8 @@ KERNEL(quantized_sm90)(const __grid_constant__ TensorMap a_map, const __grid_con
           barrier_release<CN>(a_empty + a_done * 8, lane);
           barrier_release<1>(b_empty + b_done * 8, lane);
         }
+        if (threadIdx.x == 0) load_a();
+        __syncwarp();
         a_done = a_stage;
         b_done = b_stage;
         if (++a_stage == A_STAGES) {
@@ -385,6 +389,9 @@ KERNEL(quantized_sm90)(const __grid_constant__ TensorMap a_map, const __grid_con
         }
       }
     }
+    // A CTA leaves once its peers have released its stages: nobody reaches into its shared memory any more.
+    if (CN > 1 && threadIdx.x == 0)
+      for (int s = 0; s < A_STAGES; s++, next_a()) barrier_wait(a_empty + next_stage * 8, next_phase ^ 1);
     if (tid == 0) tma_store_wait<0>();
   }
 }

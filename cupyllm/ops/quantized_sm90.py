@@ -24,13 +24,11 @@ from cupyllm.quant.layout import FORMATS, GROUP, MAP, ROWS, STEP, codes_shape, f
 SOURCE = "quantized_sm90.cu"
 FORMS = ("forward", "head", "dgrad")
 SHARED_BYTES = (227 << 10) - 1024  # of a CTA, without its barriers, which alignment rounds up to 1024
-TABLE_BYTES = 4096  # of nf4
+TABLE_BYTES = 8192  # of nf4
 CONSUMERS, MAKERS = 2, 2  # warpgroups
 THREADS, BOXES, MAX_STAGES = (CONSUMERS + MAKERS) * 128, 2, 8
 MIN_ROWS = 64
-MAKING = (
-    64  # rows that take as long to multiply as the weights of a step to dequantise, where that is what is waited for
-)
+MAKING = 64  # rows that take as long to multiply as a step's weights to dequantise, where that is waited for
 ORDER = (8, 0)  # tiles of a band, whether bands go by columns
 
 
@@ -51,9 +49,9 @@ class Design:
         return 128 // ITEMSIZE[PRODUCTS[form][2]]
 
     def stages(self, number: int) -> tuple[int, int]:
-        """Of A and of B, for a FORMAT: three of B, more of A, whose loads are that many steps ahead of B's making."""
+        """Of A and of B, for a FORMAT: four of B where four of A fit as well, else three."""
         left = SHARED_BYTES - CONSUMERS * BOXES * 8192 - table_bytes(number)
-        of_b = 3 if 128 * (3 * self.bn + 4 * self.bm) <= left else 2
+        of_b = 4 if 4 * 128 * (self.bn + self.bm) <= left else 3
         return min(MAX_STAGES, (left - of_b * 128 * self.bn) // (128 * self.bm)), of_b
 
     def shared_bytes(self, number: int) -> int:
@@ -81,7 +79,7 @@ class Design:
         return f"{self.bm}x{self.bn}" + (f"c{self.cn}" if self.cn > 1 else "")
 
 
-LARGE, SMALL = Design(256, 128, 2), Design(128, 128, 2)
+LARGE, SMALL = Design(256, 128, 1), Design(128, 128, 2)
 DESIGNS = (LARGE, SMALL)  # what is compiled for each form and format
 
 

@@ -17,7 +17,7 @@ from cupyllm.errors import InputError
 from cupyllm.ops import quantized_rows
 from cupyllm.ops.cases import draw, specs
 from cupyllm.ops.op import Case
-from cupyllm.ops.quantized_rows import DESIGNS, MAX_ROWS, SHARED_BYTES, Choice, choose
+from cupyllm.ops.quantized_rows import CLUSTERS, DESIGNS, MAX_ROWS, SHARED_BYTES, Choice, Design, choose, row_groups
 from cupyllm.quant import int4, int8, layout, nf4
 from cupyllm.reference import quantized_linear as reference
 from tests.ops import opcheck
@@ -149,7 +149,8 @@ def rows_product(backend: Backend, case: Case, choice: Choice, out: str = "bfloa
 
 def rows_limit(format: str, depth: int, out: str) -> float:
     """Relative to `scale`. One rounding where y is bfloat16; nf4's levels are off by 1.2e-3 of them (relative L2 over
-    uniform indices; 0.8e-3 over a Gaussian's); sums of a group by the tensor core, then of groups."""
+    uniform indices; 0.8e-3 over a Gaussian's); sums of a group by the tensor core, then of groups. int4's sums are of
+    16 + n, whose root mean square is 4 times that of n - zero, but within a group of 128 alone: they stay below."""
     levels = 1.6e-3 if format.startswith("nf4") else 0.0
     rounding = opcheck.U16["bfloat16"] if out == "bfloat16" else 0.0
     return levels + rounding + opcheck.tolerance("float32", depth, roundings=0)
@@ -168,9 +169,12 @@ def scaled_error(got: np.ndarray, want: np.ndarray, case: Case) -> float:
 EXTENTS = {"int8": (640, 1032, 264), "int4": (640, 1024, 128), "nf4": (640, 1088, 64)}
 
 
+TALL = (Design(1, 4, 3, 1), Design(2, 2, 2, 2))  # warps with several blocks, whatever DESIGNS has
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_match_the_reference(device: Backend, format: str) -> None:
-    """Each design; 1 to 16 rows, blocks that fill no tile, K that fills no step, slices, float32 logits."""
+    """Each design; 1 to 16 rows, blocks that fill no pass, K that fills no step, slices, float32 logits."""
     number = FORMATS.index(format)
     depths = EXTENTS[format.split()[0]]
     shapes = (
@@ -181,23 +185,47 @@ def test_rows_match_the_reference(device: Backend, format: str) -> None:
         (16, 17, 2, 1, 1),
         (13, 170, 0, 1, 1),
     )
-    for design, (rows, cols, depth, slices, groups) in itertools.product(DESIGNS[number], shapes):
-        case = a_case(format, rows, cols, depths[depth])
-        slices = min(slices, design.chunks(depths[depth]))
-        for out in ("bfloat16", "float32") if rows == 3 else ("bfloat16",):
-            got = rows_product(device, case, Choice(design, slices, groups), out)
-            want = opcheck.reference(NAME, case, draw(case, "bfloat16"), None)["output0"]
-            error, limit = scaled_error(got, want, case), rows_limit(format, depths[depth], out)
-            shown = f"{format} {design} {rows} x {cols} x {depths[depth]}, {slices} slices, {out}"
-            print(f"{shown}: {error:.2e} of {limit:.2e}")
-            assert error < limit, (design, rows, cols, depths[depth], slices)
+    for rows, cols, depth, slices, groups in shapes:
+        for design in (*DESIGNS[number, row_groups(rows)], *TALL):
+            case = a_case(format, rows, cols, depths[depth])
+            taken = Choice(design, min(slices, design.chunks(depths[depth])), groups)
+            for out in ("bfloat16", "float32") if rows == 3 else ("bfloat16",):
+                check_rows(device, format, case, taken, out)
+
+
+def check_rows(device: Backend, format: str, case: Case, choice: Choice, out: str = "bfloat16") -> None:
+    (rows, depth), cols = case.inputs[0], case.attrs["out_features"]
+    got = rows_product(device, case, choice, out)
+    want = opcheck.reference(NAME, case, draw(case, "bfloat16"), None)["output0"]
+    error, limit = scaled_error(got, want, case), rows_limit(format, depth, out)
+    print(f"{format} {choice} {rows} x {cols} x {depth}, {out}: {error:.2e} of {limit:.2e}")
+    assert error < limit, (choice, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_clusters_give_the_bits_of_a_second_launch(format: str) -> None:
+    """Slices are added in the same order by a cluster; passes whose sums cross each other, and rows past N, too."""
+    from cupyllm.backend.cuda import CudaBackend
+
+    backend, depth = CudaBackend(), EXTENTS[format.split()[0]][1]
+    if backend.capability < 90:
+        pytest.skip("clusters need 9.0")
+    for rows, slices, design in itertools.product((1, 3, 8, 11, 16), (2, 4), (Design(1, 2, 3, 1), Design(2, 2, 1, 2))):
+        case = a_case(format, rows, 340, depth)
+        alone = rows_product(backend, case, Choice(design, slices, 2))
+        opcheck.assert_same_bits(
+            rows_product(backend, case, Choice(design, slices, 2, True)), alone, f"{rows} {design}"
+        )
+        check_rows(backend, format, case, Choice(design, slices, 3, True))
+    backend.close()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_bits_depend_on_the_order_of_k_alone(device: Backend, format: str) -> None:
     """Neither on the number of rows nor on the groups of CTAs."""
-    depth, number = EXTENTS[format.split()[0]][1], FORMATS.index(format)
-    design = DESIGNS[number][0]
+    depth = EXTENTS[format.split()[0]][1]
+    design = Design(2, 2, 2, 1)
     drawn = draw(a_case(format, MAX_ROWS, 50, depth), "bfloat16")
     x = drawn.inputs[0]
     assert x is not None
@@ -273,13 +301,14 @@ def test_the_op_at_model_shapes() -> None:
 # ---- choices ----
 
 
-@pytest.mark.parametrize("number", DESIGNS)
+@pytest.mark.parametrize("number", range(4))
 def test_every_choice_fits_its_gpu(number: int) -> None:
     shapes = ((51200, 5120), (5120, 25600), (1024, 5120), (16, 128), (8192, 64000))
     for capability, rows, (cols, depth) in itertools.product(CAPABILITIES, (1, 8, 9, 16), shapes):
         choice = choose(number, rows, cols, depth, 132, capability)
         limit = SHARED_BYTES.get(capability, 99 << 10)
-        assert choice.design.shared_bytes(number, rows, depth, choice.slices) <= limit
+        assert choice.design.shared_bytes(number, rows, depth, choice.slices, choice.cluster) <= limit
+        assert not choice.cluster or (choice.slices in CLUSTERS and capability >= 90)
         assert choice.slices * choice.groups <= 132 and choice.slices <= choice.design.chunks(depth)
 
 
@@ -306,8 +335,9 @@ def test_only_codes_are_read_before_the_launch_before_has_ended() -> None:
     others = [fixed(place + 9 << 40, spec.shape, spec.dtype) for place, spec in enumerate(params)]
     rec = Recorder(90)
     y = fixed(1 << 50, (1, 5120), "bfloat16")
+    split = Choice(DESIGNS[3, 1][0], 2, 66)
     for weight in (tensors[1:], others):
-        quantized_rows.product(rec, "forward", "nf4", tensors[0], weight, y)
+        quantized_rows.product(rec, "forward", "nf4", tensors[0], weight, y, choice=split)
     assert len(rec.launches) == 4, "K is split, so each product is a launch and the sum of its slices"
     products, sums = ([launch.programmatic for launch in rec.launches[i::2]] for i in (0, 1))
     assert products == [False, True], "nothing that may still run names the second's codes"

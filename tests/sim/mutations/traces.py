@@ -24,7 +24,7 @@ from cupyllm.backend.base import NUMPY_DTYPE, KernelSpec, Launch, Spec, Tensor
 from cupyllm.backend.eager import Session, spoil
 from cupyllm.backend.record import Recorder, arena_layout, place
 from cupyllm.backend.sim import SimBackend
-from cupyllm.ops import linear_rows, linear_tf32, quantized_mma, rope
+from cupyllm.ops import linear_mma, linear_rows, linear_tf32, quantized_mma, quantized_rows, rope
 from cupyllm.ops.cases import draw, draw_cotangents, op_attrs
 from cupyllm.ops.op import WEIGHT_DTYPES, Case, Op
 from cupyllm.sim.memory import DEVICE_BASE
@@ -156,9 +156,18 @@ def calls(source: str) -> Iterator[tuple[str, Call]]:
         short, paired = linear_rows.Design(2, 1, 8, 3), linear_rows.Design(4, 2, 4, 3)
         yield "two passes, around the ring", _rows(11, 50, 2632, linear_rows.Choice(short, 1, 2))
         yield "two slices, blocks in pairs", _rows(29, 90, 776, linear_rows.Choice(paired, 2, 2))
+    if source == linear_mma.SOURCE:
+        yield "a short sum, odd columns", _mma("forward", 70, 33, 24, linear_mma.FLAT[32])
+        yield "eight rows", _mma("wgrad", 8, 136, 456, linear_mma.EIGHTS[0])
     if source == linear_tf32.SOURCE:
         yield from ((f"infinite sums, {dtype} weight", _tf32(70, 72, 328, dtype)) for dtype in WEIGHT_DTYPES)
         yield "elements of 16 bits, one by one", _tf32(9, 7, 35, "bfloat16")
+    if source == quantized_rows.SOURCE:
+        tall, ring = quantized_rows.Design(2, 4, 3, 1), quantized_rows.Design(2, 2, 2, 2)
+        yield "two slices, two passes", _quantized_rows("int8", 3, 170, 1032, quantized_rows.Choice(ring, 2, 2))
+        yield "sums in rounds", _quantized_rows("nf4 double", 16, 200, 1088, quantized_rows.Choice(tall, 1, 2))
+        odd = quantized_rows.Design(2, 1, 2, 2)
+        yield "half a warp of x", _quantized_rows("int4", 9, 100, 1152, quantized_rows.Choice(odd, 1, 1))
     if source == quantized_mma.SOURCE:
         for form, format in itertools.product(("forward", "dgrad"), quantized.FORMATS):
             yield f"{form} of {format}", _quantized(quantized_mma.SMALL, form, format)
@@ -250,6 +259,16 @@ def _rows(rows: int, cols: int, depth: int, choice: linear_rows.Choice) -> Call:
     return call
 
 
+def _mma(form: str, rows: int, cols: int, depth: int, tile: linear_mma.Tile) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        a_mn, b_mn, dtype = linear_mma.FORMS[form]
+        shapes = ((depth, rows) if a_mn else (rows, depth), (depth, cols) if b_mn else (cols, depth))
+        a, b = (session.put(_floats(shape, i).astype(ml_dtypes.bfloat16)) for i, shape in enumerate(shapes))
+        linear_mma.product(rec, form, a, b, session.empty(Spec((rows, cols), dtype)), choice=(tile, 16))
+
+    return call
+
+
 def _quantized(
     tile: quantized_mma.Tile, form: str, format: str, rows: int = 70, out: int = 136, in_: int = 384
 ) -> Call:
@@ -261,6 +280,16 @@ def _quantized(
         quantized_mma.product(
             rec, form, weight.format, session.put(a), params, session.empty(c), choice=tile, band=1 + rows % 2
         )
+
+    return call
+
+
+def _quantized_rows(format: str, rows: int, out: int, in_: int, choice: quantized_rows.Choice) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        weight = quantized.draw(format, out, in_)
+        x, params = session.put(quantized.activations("forward", weight, rows)), [session.put(p) for p in weight.params]
+        y = session.empty(Spec((rows, out), "bfloat16"))
+        quantized_rows.product(rec, "forward", weight.format, x, params, y, choice=choice)
 
     return call
 
