@@ -76,7 +76,7 @@ def sections() -> list[Section]:
     ]
     skinny = [("32b", case) for rank in RANKS for case in lora(rank, 5120, 8192)]
     found.append(Section("skinny", "worst >= 0.98", skinny, lambda rows: _worst(rows) >= NEVER_SLOWER))
-    forced = [pair for form in linear.FORMS for pair in _projections(("32b",), (512, 4096), form)]
+    forced = [pair for form in linear.FORMS for pair in _projections(("32b",), ROWS, form)]
     found.append(Section("mma", "geometric mean >= 0.55", forced, lambda rows: _mean(rows) >= 0.55, "mma"))
     return found
 

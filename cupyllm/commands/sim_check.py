@@ -243,6 +243,10 @@ def _check_ops(
                             print("\n".join(_case_lines(case)), flush=True)
     finally:
         backend.close()
+    if not cases:
+        raise InputError(
+            f"--variant {variant} --dtype {dtype}: it takes no case of {names[0]} in {dtype}; leave one out"
+        )
     total = sum(case.total for case in cases)
     seconds = time.perf_counter() - began
     values = {

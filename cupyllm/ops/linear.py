@@ -49,7 +49,8 @@ def _variant(name: str, min_capability: int, max_capability: int | None, note: s
         return bool(maker.prefers(rec, _forward_product(inputs[0], params[0], attrs)[0], rows, cols, depth))
 
     able = (name, maker.SOURCE, min_capability, max_capability, fits, prefers)
-    return Variant(*able, tensor_cores=True, library=library, note=note)
+    invariant = name not in ("rows", "cublas")
+    return Variant(*able, tensor_cores=True, library=library, batch_invariant=invariant, note=note)
 
 
 def _forward_product(x: Spec, weight: Spec, attrs: Attrs) -> tuple[str, Spec, Spec, Spec]:
@@ -67,7 +68,7 @@ class Linear(Op):
         _variant("skinny", 90, 90, "mma's products with an extent up to 64, before wgmma; bfloat16"),
         _variant("wgmma", 90, 90, "tensor cores; bfloat16, M and K multiples of 8"),
         _variant("mma", 80, None, "tensor cores; bfloat16, any shape"),
-        _variant("tf32x3", 80, None, "tensor cores; float32 x, any shape; as exact as plain; bits independent of N"),
+        _variant("tf32x3", 80, None, "float32 x on tensor cores, as exact as plain; on Hopper by linear_tf32_sm90.cu"),
         _variant("cublas", 80, None, "NVIDIA's library, when named; no bias"),
         Variant("plain", "linear.cu", 80, note="64x64 tiles, fp32 FMA, promoted sums; bits independent of N"),
     )

@@ -35,6 +35,7 @@ class Variant:
     prefers: Callable[[Recorder, Sequence[Spec], Sequence[Spec], Attrs], bool] = lambda rec, inputs, params, attrs: True
     tensor_cores: bool = False  # a device without them (the tests' emulator) takes another
     library: bool = False  # calls a library of NVIDIA (backend/cublas.py) instead of a kernel of ours: GPUs only
+    batch_invariant: bool = True  # whether it can keep a row's bits from depending on the number of rows
     note: str = ""  # one line for `doctor --variants`
 
     def runs_on(self, capability: int, tensor_cores: bool = True) -> bool:
@@ -145,6 +146,11 @@ class Op:
                 continue
             if not variant.runs_on(rec.capability, rec.tensor_cores) or not variant.fits(present, params, attrs):
                 continue
+            if forced is not None and rec.batch_invariant and not variant.batch_invariant:
+                raise InputError(
+                    f"{self.name}: variant {forced} sums a row in an order that depends on the number of rows, which "
+                    f"--batch-invariant forbids; leave out --batch-invariant or --variant {self.name}={forced}"
+                )
             if forced is not None or variant.prefers(rec, present, params, attrs):
                 rec.chosen[rec.node or self.name] = variant.name
                 return variant

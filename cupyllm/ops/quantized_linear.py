@@ -40,7 +40,8 @@ def _variant(name: str, min_capability: int, max_capability: int | None, note: s
         form, _, x, _, y = _forward_product(inputs[0], params, attrs)
         return bool(maker.prefers(rec, form, *y.shape, x.shape[1]))
 
-    return Variant(name, maker.SOURCE, min_capability, max_capability, fits, prefers, tensor_cores=True, note=note)
+    able = (name, maker.SOURCE, min_capability, max_capability, fits, prefers)
+    return Variant(*able, tensor_cores=True, batch_invariant=name != "rows", note=note)
 
 
 def _forward_product(x: Spec, params: Sequence[Spec], attrs: Attrs) -> tuple[str, str, Spec, Sequence[Spec], Spec]:

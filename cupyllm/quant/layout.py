@@ -75,7 +75,7 @@ def pack(weight: Int8 | Int4 | Nf4) -> tuple[np.ndarray, ...]:
     check_nf4_shape(weight.shape)
     num_rows, depth = weight.shape
     codes = _pack_4bit(unpack_nibbles(weight.packed, num_rows * depth).reshape(num_rows, depth), ZERO, nf4=True)
-    absmax = _rows_to_blocks(weight.absmax.reshape(num_rows, -1))
+    absmax = _rows_to_blocks(weight.absmax.reshape(num_rows, depth // GROUP["nf4"]))
     if weight.absmax2 is None:
         return codes, absmax
     assert weight.code2 is not None
@@ -111,12 +111,13 @@ def check_nf4_shape(shape: tuple[int, ...]) -> None:
 def _rows_to_blocks(values: np.ndarray) -> np.ndarray:
     """[M,G] -> [MB,G,16], zeros in the padding."""
     padded = _padded(values, ROWS, 1, 0)
-    return np.ascontiguousarray(padded.reshape(-1, ROWS, values.shape[1]).swapaxes(1, 2))
+    return np.ascontiguousarray(padded.reshape(padded.shape[0] // ROWS, ROWS, values.shape[1]).swapaxes(1, 2))
 
 
 def _blocks_to_rows(blocks: np.ndarray, num_rows: int) -> np.ndarray:
     """[MB,G,16] -> [num_rows,G]."""
-    return np.ascontiguousarray(blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1])[:num_rows])
+    rows = blocks.swapaxes(1, 2).reshape(blocks.shape[0] * ROWS, blocks.shape[1])
+    return np.ascontiguousarray(rows[:num_rows])
 
 
 def _padded(values: np.ndarray, rows: int, cols: int, fill: int) -> np.ndarray:
@@ -133,7 +134,7 @@ _AXES_NF4 = (0, 3, 2, 6, 4, 5, 1, 7)  # nibbles; word step, byte 2 high k + high
 
 def _permute(values: np.ndarray, steps: int, axes: tuple[int, ...]) -> np.ndarray:
     """Padded codes [16 MB, K] in the order of memory: [MB, KT, codes of a tile]."""
-    seen = values.reshape(-1, 2, 8, values.shape[1] // (16 * steps), steps, 2, 4, 2)
+    seen = values.reshape(values.shape[0] // ROWS, 2, 8, values.shape[1] // (16 * steps), steps, 2, 4, 2)
     return np.ascontiguousarray(seen.transpose(axes)).reshape(seen.shape[0], seen.shape[3], 256 * steps)
 
 
@@ -141,7 +142,7 @@ def _unpermute(tiles: np.ndarray, steps: int, axes: tuple[int, ...]) -> np.ndarr
     """The inverse of `_permute`."""
     sizes = (tiles.shape[0], 2, 8, tiles.shape[1], steps, 2, 4, 2)
     seen = tiles.reshape([sizes[axis] for axis in axes]).transpose(np.argsort(axes))
-    return np.ascontiguousarray(seen).reshape(tiles.shape[0] * ROWS, -1)
+    return np.ascontiguousarray(seen).reshape(tiles.shape[0] * ROWS, tiles.shape[1] * 16 * steps)
 
 
 def _pack_int8(codes: np.ndarray) -> np.ndarray:
@@ -158,5 +159,5 @@ def _pack_4bit(codes: np.ndarray, fill: int, *, nf4: bool) -> np.ndarray:
 
 
 def _unpack_4bit(tiles: np.ndarray, *, nf4: bool) -> np.ndarray:
-    nibbles = np.stack([tiles & 15, tiles >> 4], axis=-1).reshape(*tiles.shape[:2], -1)
+    nibbles = np.stack([tiles & 15, tiles >> 4], axis=-1).reshape(*tiles.shape[:2], 2 * TILE_BYTES)
     return _unpermute(nibbles, 4, _AXES_NF4 if nf4 else _AXES_INT4)

@@ -10,7 +10,10 @@ bitsandbytes' (0.50, quantize_4bit; MIT licence, read for the format only), so t
   absmax = map[index] absmax2 + offset in float32, multiplied, rounded, added, rounded.
 
 Errors: of a value at most WIDEST_GAP / 2 = 0.1519036 absmax (the widest gap is -1 to -0.696); of an absmax at most
-half the map's widest gap, 0.00707 max|absmax - mean| of its block of 256.
+half the map's widest gap, 0.00707 max|absmax - mean| of its block of 256. Both are so where the block's absmax (or
+max|absmax - mean|) is 0 or from 1e-38 to 8.5e37. Below, as in bitsandbytes, values are divided by 1e-38 and not by
+absmax, and the error may reach absmax (or the deviation) itself; above, 1 / absmax is subnormal and adds 3e-7 absmax.
+Double-quantised, magnitudes above LIMIT are refused: an absmax that is off upwards may be infinite.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ CODEBOOK = np.array(LEVELS, np.float32)
 MIDPOINTS = (CODEBOOK[1:] + CODEBOOK[:-1]) / np.float32(2)
 ZERO = 7  # the index of 0
 TINY = np.float32(1e-38)
+LIMIT = 3.37e38  # double-quantised: times 1.00708, the error of an absmax, is 3.3939e38, a float32
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Nf4:
 
 
 def quantize(weight: np.ndarray, double: bool = True) -> Nf4:
-    """weight of any shape and float dtype. `double`: quantise absmax, too. Raises InputError where it is not finite."""
-    values = finite_float32(weight, "nf4")
+    """weight of any shape, of FLOATS. `double`: quantise absmax, too. Raises InputError on another dtype, where values
+    are not finite and, with `double`, above LIMIT."""
+    values = finite_float32(weight, "nf4", LIMIT if double else np.inf)
     indices, absmax = _blockwise(values.ravel(), BLOCK, MIDPOINTS)
     packed = pack_nibbles(indices)
     if not double:

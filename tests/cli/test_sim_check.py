@@ -483,6 +483,8 @@ def test_a_fault_in_an_op_is_found_and_shown(cli: Cli, shared_cache: Path, monke
         ("--op sub", "--op sub: there is no such op, expected all or one of embedding, rmsnorm,"),
         ("--op add --variant fast", "--variant fast: add has no such variant, expected one of plain"),
         ("--op all --variant plain", "--variant plain with 13 ops, expected one --op"),
+        ("--op linear --variant rows --dtype float32", "it takes no case of linear in float32"),
+        ("--op linear --variant tf32x3 --dtype bfloat16", "it takes no case of linear in bfloat16"),
         ("--op add --block 4", "--op and --block were given, which do not go together"),
         ("", "expected --kernel FILE.cu:NAME or --op NAME"),
     ],

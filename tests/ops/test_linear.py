@@ -160,6 +160,13 @@ def test_rows_do_not_depend_on_the_batch(backend: Backend, dtype: str) -> None:
         opcheck.assert_same_bits(part.d_inputs[0], whole.d_inputs[0][rows], f"d_x {rows}")
 
 
+def test_a_variant_that_breaks_batch_invariance_is_refused_with_it() -> None:
+    for name in ("rows", "cublas"):
+        rec = Recorder(80, {"linear": name}, batch_invariant=True)
+        with pytest.raises(InputError, match=f"variant {name} .* which --batch-invariant forbids; leave out"):
+            OP.select(rec, [Spec((1, 64), "bfloat16")], [Spec((64, 64), "bfloat16")], {})
+
+
 def test_repeats_with_the_same_bits(backend: Backend) -> None:
     case = Case("repeat", ((70, 130),), ((65, 130), (65,)))
     drawn = draw(case, "float32", "bfloat16")
