@@ -26,11 +26,11 @@ def finite_float32(weight: np.ndarray, codec: str, limit: float = np.inf) -> np.
             f"{codec}: weight has {bad.size} values that are not finite in float32, the first at {index}, expected "
             "finite values; a weight like this is damaged"
         )
-    largest = float(np.abs(values).max(initial=0.0))
-    if largest > limit:
+    largest = np.abs(values).max(initial=0.0)
+    if largest > np.float32(limit):
         raise InputError(
-            f"{codec}: weight's largest magnitude is {largest:.5g}, expected at most {limit:.5g}, above which dequantised "
-            "values may overflow float32; scale the weight down"
+            f"{codec}: weight's largest magnitude is {largest:.9g}, expected at most {limit:.9g}, above which "
+            "dequantised values may overflow float32; scale the weight down"
         )
     return values
 
@@ -40,7 +40,8 @@ def check_floats(weight: object, codec: str) -> None:
     if not isinstance(weight, np.ndarray) or weight.dtype.type not in FLOATS:
         got = weight.dtype if isinstance(weight, np.ndarray) else type(weight).__name__
         raise InputError(
-            f"{codec}: weight is {got}, expected a NumPy array of float16, bfloat16, float32 or float64; convert it first"
+            f"{codec}: weight is {got}, expected a NumPy array of float16, bfloat16, float32 or float64; convert "
+            "it first"
         )
 
 

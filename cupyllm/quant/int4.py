@@ -126,8 +126,8 @@ def _check_groups(name: str, depth: int, num_rows: int, qzeros: np.ndarray, scal
         raise InputError(f"{name}: scales are {got}, expected finite float16 or bfloat16 values; convert them first")
     if num_rows % 8:
         raise InputError(
-            f"{name}: qweight is of a weight of {num_rows} rows, expected a multiple of 8, since a word of qzeros has 8 "
-            "zero points; pad the rows"
+            f"{name}: qweight is of a weight of {num_rows} rows, expected a multiple of 8, since a word of qzeros "
+            "has 8 zero points; pad the rows"
         )
     if scales.shape != (depth // GROUP, num_rows) or depth % GROUP or qzeros.shape != (depth // GROUP, num_rows // 8):
         raise InputError(

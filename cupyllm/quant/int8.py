@@ -5,9 +5,9 @@ row's largest magnitude / 127. Rounding is to nearest, so the error is at most s
 division, 3 u32 of the magnitude). That is so of rows whose largest magnitude is at least 1.5e-36, 127 times the
 smallest normal float32; below, scale is subnormal, its own rounding adds up to 9e-44 (127 2^-150) to the error, and
 rows under 9e-44 become zeros. Magnitudes above LARGEST are refused: 127 scale, with scale rounded up, may be infinite
-(float32's largest value is one of those). -128 is left out: with it the range would not be symmetric, and zero not exact in
-the middle. A row of zeros has scale 0. Zero points were rejected: rows of weights are centred (their mean is a few
-percent of their spread), and a zero point costs a sum over x.
+(float32's largest value is one of those). -128 is left out: with it the range would not be
+symmetric, and zero not exact in the middle. A row of zeros has scale 0. Zero points were rejected: rows of weights are
+centred (their mean is a few percent of their spread), and a zero point costs a sum over x.
 """
 
 from __future__ import annotations

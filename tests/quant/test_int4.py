@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -120,6 +123,91 @@ def test_refusals() -> None:
         weight = np.ones((2, 128))
         weight[:, 5] = np.nan
         quantize(weight)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">i4", ">u4", "<i8", "<i2", "u1", "?", "O"])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_words_of_another_dtype_are_refused(name: str, place: int, dtype: str) -> None:
+    """A view as uint32 would take them for other nibbles."""
+    codes, zeros, scales = drawn()
+    words: list[Any] = list((gptq if name == "gptq" else awq)(codes, zeros))
+    words[place] = words[place].astype(dtype)
+    label, shown = ("qweight", "qzeros")[place], np.dtype(dtype).str.replace("|", r"\|").replace("?", r"\?")
+    with pytest.raises(InputError, match=rf"^{name}: {label} is {shown} .*expected a matrix of native int32 or uint32"):
+        from_gptq(words[0], words[1], scales) if name == "gptq" else from_awq(words[0], words[1], scales)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_words_of_uint32_are_the_same_words(name: str) -> None:
+    codes, zeros, scales = drawn()
+    qweight, qzeros = (gptq if name == "gptq" else awq)(codes, zeros)
+    read: Any = from_gptq if name == "gptq" else from_awq
+    made = read(qweight.view(np.uint32), qzeros.view(np.uint32), scales)
+    np.testing.assert_array_equal(made.codes, codes)
+    np.testing.assert_array_equal(made.zeros, zeros)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_tensors_that_are_no_matrices_or_arrays_are_refused(name: str) -> None:
+    codes, zeros, scales = drawn()
+    read: Any = from_gptq if name == "gptq" else from_awq
+    qweight, qzeros = (gptq if name == "gptq" else awq)(codes, zeros)
+    with pytest.raises(InputError, match=rf"{name}: qweight is list, expected a matrix"):
+        read(qweight.tolist(), qzeros, scales)
+    with pytest.raises(InputError, match=rf"{name}: qzeros is .* of shape \(4,\), expected a matrix"):
+        read(qweight, qzeros.ravel(), scales)
+    with pytest.raises(InputError, match=rf"{name}: scales are complex64, expected finite float16 or bfloat16"):
+        read(qweight, qzeros, scales.astype(np.complex64))
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 12])
+@pytest.mark.parametrize("columns", [np.floor, np.ceil])
+def test_gptq_rows_that_do_not_fill_a_word_of_zero_points_are_refused(num_rows: int, columns: Any) -> None:
+    """The format has M // 8 columns of qzeros, and its writers ask for M % 32 == 0."""
+    qweight, scales = np.zeros((16, num_rows), np.int32), np.ones((1, num_rows), np.float16)
+    with pytest.raises(InputError, match=rf"gptq: qweight is of a weight of {num_rows} rows, expected a multiple of 8"):
+        from_gptq(qweight, np.zeros((1, int(columns(num_rows / 8))), np.int32), scales)
+
+
+@pytest.mark.parametrize("num_rows", [0, 8])
+@pytest.mark.parametrize("depth", [0, 128])
+def test_checkpoints_without_rows_or_columns(num_rows: int, depth: int) -> None:
+    scales, qzeros = np.ones((depth // 128, num_rows), np.float16), np.zeros((depth // 128, num_rows // 8), np.int32)
+    one = from_gptq(np.zeros((depth // 8, num_rows), np.int32), qzeros, scales)
+    two = from_awq(np.zeros((depth, num_rows // 8), np.int32), qzeros, scales)
+    for made in (one, two):
+        assert made.codes.shape == dequantize(made).shape == (num_rows, depth)
+        assert made.zeros.shape == made.scales.shape == (num_rows, depth // 128)
+
+
+def test_magnitudes_that_could_overflow_are_refused() -> None:
+    """bfloat16's largest value is below float32's and still too large: half a scale is added to it."""
+    row = np.where(np.arange(128) % 2, 1, -1) * 3.39e38
+    for dtype in (ml_dtypes.bfloat16, np.float32, np.float64):
+        with pytest.raises(InputError, match=r"int4: .* magnitude is 3\.3.*e\+38, expected at most 3\.18e\+38.*scale"):
+            quantize(row[None].astype(dtype))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_largest_magnitudes_stay_finite(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight = rng.uniform(-1, 1, (200, 128))
+    weight[:, 0], weight[:, 1] = 1, -rng.uniform(0, 1, 200)  # every place of zero between two codes
+    weight = (weight * rng.choice([-1, 1], (200, 1)) * 3.18e38).astype(np.float32)
+    got = dequantize(quantize(weight))
+    assert np.isfinite(got).all() and np.abs(got).max() > 3.18e38
+
+
+@pytest.mark.parametrize("exponent", range(-149, -110, 3))
+def test_error_of_subnormal_scales(exponent: int) -> None:
+    """The bound of the module's docstring over all of them: half a scale and 1e-43."""
+    weight = np.random.default_rng(7).uniform(-1, 1, (60, 256)) * 2.0**exponent
+    weight = weight.astype(np.float32)
+    made = quantize(weight)
+    error = np.abs(dequantize(made).astype(np.float64) - weight).reshape(60, 2, GROUP).max(axis=2)
+    largest = np.abs(weight.astype(np.float64)).reshape(60, 2, GROUP).max(axis=2)
+    assert (error <= made.scales.astype(np.float64) / 2 + 8 * U32 * largest + 1e-43).all()
 
 
 def test_no_rows_and_no_columns() -> None:

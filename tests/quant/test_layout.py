@@ -21,7 +21,7 @@ def made(format: str, shape: tuple[int, int], seed: int = 0) -> int8.Int8 | int4
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "nf4", "nf4 double"])
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 64), (16, 100), (5, 1)])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 64), (16, 100), (5, 1), (0, 128), (3, 0), (0, 0)])
 def test_unpack_is_the_inverse_of_pack(format: str, shape: tuple[int, int]) -> None:
     if shape[1] % {"int8": 1, "int4": 128}.get(format, 64):
         return

@@ -134,3 +134,37 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
         InputError, match=r"nf4: weight has 1 values that are not finite in float32, the first at \(1, 3\)"
     ):
         quantize(x)
+
+
+def test_magnitudes_that_could_overflow_are_refused_where_doubled() -> None:
+    """An absmax of the second level may be off upwards; of the first it is exact."""
+    x = np.full((20, 64), np.finfo(np.float32).max)
+    x[3] = 0
+    with pytest.raises(InputError, match=r"nf4: .* magnitude is 3\.40282347e\+38, expected at most 3\.37e\+38.*scale"):
+        quantize(x)
+    np.testing.assert_array_equal(dequantize(quantize(x, double=False)), x)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_largest_magnitudes_stay_finite(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = np.full((256, 64), 3.37e38, np.float32)
+    x[rng.integers(0, 256, rng.integers(1, 250))] *= np.float32(rng.uniform(0, 1) if seed else 0)
+    got = dequantize(quantize(x))
+    assert np.isfinite(got).all() and (np.abs(got - x) <= 0.0071 * 3.37e38).all()
+
+
+@pytest.mark.parametrize("largest", [0.0, 1.01e-38, 1e-30, 1.0, 8.5e37, 3.4e38])
+def test_the_range_of_the_bound(largest: float) -> None:
+    """Next to the midpoint of the widest gap, where the error is largest; above 8.5e37 by 3e-7 more."""
+    x = np.linspace(-0.848097, -0.848096, 64)
+    x[0] = 1
+    x = (x * largest).astype(np.float32)
+    error = np.abs(dequantize(quantize(x, double=False)).astype(np.float64) - x).max()
+    assert error <= (HALF_GAP + 4 * 2.0**-24 + (3e-7 if largest > 8.5e37 else 0)) * largest
+
+
+def test_below_the_range_of_the_bound_the_error_may_reach_absmax() -> None:
+    """As in bitsandbytes: 1e-38 divides, and what is far below it becomes zero."""
+    x = np.full(64, 1e-41, np.float32)
+    assert not dequantize(quantize(x, double=False)).any()
