@@ -177,7 +177,11 @@ def calls(source: str) -> Iterator[tuple[str, Call]]:
         yield "odd columns, an odd row", _quantized(quantized_mma.SMALL, "forward", "int8", 65, 33, 328)
         yield "odd columns, float32", _quantized(quantized_mma.SMALL, "head", "int8", 65, 33, 328)
     if source == "linear_sum.cu":
-        yield from _op_calls(ops.get("linear"), "bfloat16")
+        yield "three slices", _sum(7, 36, "bfloat16")
+        yield "three slices, bias", _sum(7, 36, "bfloat16", biased=True)
+        yield "three slices of odd columns", _sum(5, 33, "bfloat16", biased=True)
+        yield "three slices, accumulated", _sum(7, 36, "float32", accumulate=True)
+        yield "three slices, float32", _sum(5, 33, "float32")
     for name in ops.GRAPH_OPS:
         op = ops.get(name)
         variant = next((variant for variant in op.variants if variant.source == source), None)
@@ -255,6 +259,16 @@ def _rows(rows: int, cols: int, depth: int, choice: linear_rows.Choice) -> Call:
         )
         y = session.empty(Spec((rows, cols), "bfloat16"))
         linear_rows.product(rec, "forward", x, weight, y, bias, choice=choice)
+
+    return call
+
+
+def _sum(rows: int, cols: int, dtype: str, biased: bool = False, accumulate: bool = False) -> Call:
+    def call(session: Session, rec: Recorder) -> None:
+        parts, spec = session.put(_floats((3, rows, cols)), "parts"), Spec((rows, cols), dtype)
+        c = session.put(_floats((rows, cols), 1), "c") if accumulate else session.empty(spec)
+        bias = session.put(_floats(cols, 2).astype(NUMPY_DTYPE["bfloat16"]), "bias") if biased else None
+        linear_mma.add_up(rec, parts, bias, c, accumulate)
 
     return call
 
