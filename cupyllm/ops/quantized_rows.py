@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from cupyllm.backend.base import KernelSpec, Spec, Tensor, kernel
 from cupyllm.backend.record import Recorder
+from cupyllm.ops.linear_mma import add_up
 from cupyllm.quant.layout import FORMATS, GROUP, MAP, format_number
 
-SOURCE, SUM_SOURCE = "quantized_rows.cu", "linear_sum.cu"
+SOURCE = "quantized_rows.cu"
 STEP = 128  # k of a warp's step
 BLOCK = 16  # rows of the weight that are multiplied at once
 MAX_ROWS = 16
@@ -26,7 +27,6 @@ STEP_BYTES = (2048, 1024 + 64, 1024 + 128, 1024 + 32)  # by FORMAT: codes and sc
 SUMS_BYTES = 26 << 10  # that the exchange of warps' sums may take, where one block at a time does not take more
 CLUSTERS = (2,)  # slices that are added in a cluster; of 4 and 8, a second launch adds them in less time
 CLUSTER_CAPABILITIES = (90, 100, 103, 120, 121)
-SUM_THREADS = 128
 # Bytes of codes that an SM could have read meanwhile, fitted to times of an H200:
 SUM_COST = 50 << 10  # another launch
 CLUSTER_COST = 48 << 10  # a cluster, and for each block and row of x ..
@@ -198,9 +198,4 @@ def product(
     grid = slices * taken.groups
     rec.launch(run, grid, design.threads, *pointers, *extents, taken.groups, rounds, shared_bytes=shared, weights=codes)
     if parts is not None:
-        # Programmatic, too: it waits before it does anything, and C is no argument of the launch before.
-        size, width = rows * cols, 4 if cols % 4 == 0 else 1
-        add = kernel(SUM_SOURCE, "linear_sum", dtypes={"C_T": c.dtype}, WIDTH=width)
-        rec.launch(
-            add, -(-size // (SUM_THREADS * width)), SUM_THREADS, parts, None, c, size, cols, slices, 0, weights=c
-        )
+        add_up(rec, parts, None, c, accumulate=False)
