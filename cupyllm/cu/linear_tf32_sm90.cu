@@ -50,14 +50,9 @@
 #define CONSUMER_REGISTERS 0
 #endif
 
-// Of sm90.cuh's order of tiles, and of its way out, which is not taken.
+// Of sm90.cuh's order of tiles.
 #define CM 1
 #define CN 1
-#define C_T float
-#define EPILOGUE_BOXES 2
-#define BOX_COLS 32
-#define BOX_PITCH 128
-#define BOX_BYTES 8192
 #include "sm90.cuh"
 
 static_assert(BM % 64 == 0 && (BN == 64 || BN == 128), "whole warpgroups; INPUT_A below");

@@ -63,6 +63,48 @@
 
 #include "sm90.cuh"
 
+// One consumer warpgroup's way out: 64 rows of a tile leave as boxes, through EPILOGUE_BOXES places in turn.
+struct Writer {
+  const TensorMap* map;
+  u32 boxes;  // this warpgroup's places
+  int place, wg, tid;
+  bool accumulate;
+
+  DEVICE void write(const float* sums, int row, int col) {
+#pragma unroll
+    for (int x = 0; x < BN; x += BOX_COLS) write_box(sums + x / 2, row, col + x);
+  }
+
+  // The box whose first element is (row, col); `v`: its part of the sums.
+  DEVICE void write_box(const float* v, int row, int col) {
+    int warp = tid / 32, lane = tid % 32;
+    u32 base = boxes + place * BOX_BYTES;
+    if (sizeof(C_T) == 4) {
+      int r = warp * 16 + lane / 4;  // r and r + 8 are swizzled alike
+#pragma unroll
+      for (int i = 0; i < BOX_COLS / 2; i += 4) {
+        u32 at = base + r * 128 + (((i / 2 + lane % 4 / 2) ^ (r & 7)) << 4) + (lane & 1) * 8;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[i]), "f"(v[i + 1]) : "memory");
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 1024), "f"(v[i + 2]), "f"(v[i + 3]) : "memory");
+      }
+    } else {
+      int r = warp * 16 + lane % 16, swizzle = BOX_COLS == 64 ? r & 7 : r >> 1 & 3;
+#pragma unroll
+      for (int i = 0; i < BOX_COLS / 2; i += 8) {
+        u32 at = base + r * BOX_PITCH + (((i / 4 + lane / 16) ^ swizzle) << 4);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                     "r"(pack(v[i], v[i + 1])), "r"(pack(v[i + 2], v[i + 3])), "r"(pack(v[i + 4], v[i + 5])),
+                     "r"(pack(v[i + 6], v[i + 7])) : "memory");
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (tid == 0) tma_store_wait<EPILOGUE_BOXES - 2>();  // then the next place is free, too
+    group_sync(wg);
+    if (tid == 0) tma_store(map, base, col, row, accumulate);
+    place = place + 1 == EPILOGUE_BOXES ? 0 : place + 1;
+  }
+};
+
 static_assert(BM % (CONSUMERS * 64) == 0, "a warpgroup makes 64 or 128 rows");
 static_assert(BLOCKS <= 2 || BLOCKS == 4, "a warp's blocks are neighbours in both forms");
 static_assert(BN % 64 == 0, "whole blocks of codes, as many for each warp");

@@ -1,12 +1,16 @@
-// What the persistent wgmma kernels share: barriers, TMA, wgmma, the order of tiles, the way out of a tile of C.
+// What the persistent wgmma kernels share: barriers, TMA, wgmma, the order of tiles.
 //
-// Macros of the including file: A_MN B_MN C_T BM BN BK CM CN EPILOGUE_BOXES, BOX_COLS BOX_PITCH BOX_BYTES, as
-// linear_sm90.cu explains them. Capability: 9.0 only (sm_90a).
+// Macros of the including file: A_MN B_MN BM BN BK CM CN, as linear_sm90.cu explains them.
+// Capability: 9.0 only (sm_90a).
 #pragma once
 
 #include "common.cuh"
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
+
+// What the L2 does with a line, as createpolicy makes it.
+#define EVICT_NORMAL 0x1000000000000000ull
+#define EVICT_FIRST 0x12f0000000000000ull
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // The same place in the shared memory of another CTA of the cluster.
@@ -30,12 +34,12 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
         : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   } while (!done);
 }
-// Lanes 0 to COUNT - 1 tell each CTA of the cluster that this warp has read a stage.
-template <int COUNT> DEVICE void barrier_release(u32 bar, int lane) {
+// Lanes 0 to COUNT - 1 tell the CTAs first, first + 1, .. of the cluster that this warp has read a stage.
+template <int COUNT> DEVICE void barrier_release(u32 bar, int lane, int first = 0) {
   if (COUNT == 1) {
     if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
   } else if (lane < COUNT) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(bar, lane)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(bar, first + lane)) : "memory");
   }
 }
 // Relaxed, since the fence after the barriers' making releases them; .release would cost every thread a MEMBAR.GPU.
@@ -47,6 +51,11 @@ DEVICE void tma_load(u32 target, const TensorMap* map, u32 bar, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           target), "l"(map), "r"(bar), "r"(x), "r"(y) : "memory");
+}
+DEVICE void tma_load(u32 target, const TensorMap* map, u32 bar, int x, int y, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(target), "l"(map), "r"(bar), "l"(policy), "r"(x), "r"(y) : "memory");
 }
 DEVICE void tma_load_multicast(u32 target, const TensorMap* map, u32 bar, int x, int y, unsigned short mask) {
   asm volatile(
@@ -72,8 +81,10 @@ template <int LEFT> DEVICE void tma_store_wait() {
 //   else: 64 elements, 64 k; the stage is a sequence of such boxes. Where SHARE does not divide their number, a box has
 //   64 / SHARE k instead.
 // SHARE CTAs need this stage; each loads the `part`-th of it for all of them. Beyond the matrix TMA writes zeros.
-template <int MN, int EXTENT, int SHARE>
-DEVICE void load_tile(u32 target, const TensorMap* map, u32 bar, int first, int k, int part, unsigned short mask) {
+// `policy`, if any, is for what nobody shares.
+template <int MN, int EXTENT, int SHARE, class... Policy>
+DEVICE void load_tile(u32 target, const TensorMap* map, u32 bar, int first, int k, int part, unsigned short mask,
+                      Policy... policy) {
   const int boxes = MN ? (EXTENT + 63) / 64 : 1, whole = boxes % SHARE == 0;
   const int rows = !MN ? EXTENT / SHARE : whole ? 64 : 64 / SHARE, loads = MN && whole ? boxes / SHARE : boxes;
 #pragma unroll
@@ -82,7 +93,7 @@ DEVICE void load_tile(u32 target, const TensorMap* map, u32 bar, int first, int 
     int x = MN ? first + box * 64 : k, y = MN ? k + offset : first + offset;
     u32 at = target + box * 8192 + offset * 128;
     if (SHARE > 1) tma_load_multicast(at, map, bar, x, y, mask);
-    else tma_load(at, map, bar, x, y);
+    else tma_load(at, map, bar, x, y, policy...);
   }
 }
 
@@ -113,11 +124,26 @@ template <int LEFT> DEVICE void wgmma_wait() {
 #define P16_7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#if BN == 64
+#if BN == 40
+#define PLACES P16_0 "," "%16,%17,%18,%19"
+#define SUMS(d) F16(d, 0), F4(d, 16)
+#define INPUTS "%20, %21, p, 1, 1, "
+#define ADD "%22"
+#elif BN == 48
+#define PLACES P16_0 "," "%16,%17,%18,%19,%20,%21,%22,%23"
+#define SUMS(d) F16(d, 0), F4(d, 16), F4(d, 20)
+#define INPUTS "%24, %25, p, 1, 1, "
+#define ADD "%26"
+#elif BN == 64
 #define PLACES P16_0 "," P16_1
 #define SUMS(d) F16(d, 0), F16(d, 16)
 #define INPUTS "%32, %33, p, 1, 1, "
 #define ADD "%34"
+#elif BN == 80
+#define PLACES P16_0 "," P16_1 "," "%32,%33,%34,%35,%36,%37,%38,%39"
+#define SUMS(d) F16(d, 0), F16(d, 16), F4(d, 32), F4(d, 36)
+#define INPUTS "%40, %41, p, 1, 1, "
+#define ADD "%42"
 #elif BN == 96
 #define PLACES P16_0 "," P16_1 "," P16_2
 #define SUMS(d) F16(d, 0), F16(d, 16), F16(d, 32)
@@ -176,45 +202,3 @@ DEVICE u32 pack(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
-
-// One consumer warpgroup's way out: 64 rows of a tile leave as boxes, through EPILOGUE_BOXES places in turn.
-struct Writer {
-  const TensorMap* map;
-  u32 boxes;  // this warpgroup's places
-  int place, wg, tid;
-  bool accumulate;
-
-  DEVICE void write(const float* sums, int row, int col) {
-#pragma unroll
-    for (int x = 0; x < BN; x += BOX_COLS) write_box(sums + x / 2, row, col + x);
-  }
-
-  // The box whose first element is (row, col); `v`: its part of the sums.
-  DEVICE void write_box(const float* v, int row, int col) {
-    int warp = tid / 32, lane = tid % 32;
-    u32 base = boxes + place * BOX_BYTES;
-    if (sizeof(C_T) == 4) {
-      int r = warp * 16 + lane / 4;  // r and r + 8 are swizzled alike
-#pragma unroll
-      for (int i = 0; i < BOX_COLS / 2; i += 4) {
-        u32 at = base + r * 128 + (((i / 2 + lane % 4 / 2) ^ (r & 7)) << 4) + (lane & 1) * 8;
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[i]), "f"(v[i + 1]) : "memory");
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + 1024), "f"(v[i + 2]), "f"(v[i + 3]) : "memory");
-      }
-    } else {
-      int r = warp * 16 + lane % 16, swizzle = BOX_COLS == 64 ? r & 7 : r >> 1 & 3;
-#pragma unroll
-      for (int i = 0; i < BOX_COLS / 2; i += 8) {
-        u32 at = base + r * BOX_PITCH + (((i / 4 + lane / 16) ^ swizzle) << 4);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                     "r"(pack(v[i], v[i + 1])), "r"(pack(v[i + 2], v[i + 3])), "r"(pack(v[i + 4], v[i + 5])),
-                     "r"(pack(v[i + 6], v[i + 7])) : "memory");
-      }
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (tid == 0) tma_store_wait<EPILOGUE_BOXES - 2>();  // then the next place is free, too
-    group_sync(wg);
-    if (tid == 0) tma_store(map, base, col, row, accumulate);
-    place = place + 1 == EPILOGUE_BOXES ? 0 : place + 1;
-  }
-};
